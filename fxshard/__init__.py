@@ -1,0 +1,36 @@
+"""fxshard: PyTorch FSDP as a compiler. Communication is nodes of a graph, ordered by passes, run on streams.
+
+model = fxshard.compile(model, F=4)
+loss = model(batch); loss.backward(); optimizer.step()
+print(model.schedule)
+"""
+
+from fxshard.api import ShardedModule, compile, is_compiled, trace
+from fxshard.errors import AgreementError, CaptureError, FxshardError, PassError, ScheduleError
+from fxshard.ir import FlatParameter, Phase, Schedule
+from fxshard.options import MixedPrecision, Options
+from fxshard.parameter import ShardedParameter
+from fxshard.runtime import VirtualWorld
+from fxshard.units import BytesOfFirstUse
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "BytesOfFirstUse",
+    "CaptureError",
+    "FlatParameter",
+    "FxshardError",
+    "MixedPrecision",
+    "Options",
+    "PassError",
+    "Phase",
+    "Schedule",
+    "ScheduleError",
+    "ShardedModule",
+    "ShardedParameter",
+    "VirtualWorld",
+    "compile",
+    "is_compiled",
+    "trace",
+]

@@ -1,0 +1,519 @@
+"""`fxshard.compile` and `fxshard.trace`: from a model to a sharded model, or to its schedule without devices."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fxshard.passes as passes
+from fxshard.capture import torch_private
+from fxshard.capture.backend import CaptureBackend
+from fxshard.capture.build import Captured
+from fxshard.capture.failures import capture_error
+from fxshard.errors import AgreementError, CaptureError
+from fxshard.ir import FlatParameter, Schedule
+from fxshard.options import InitFunction, Options, check_factor
+from fxshard.parameter import Generation, ShardedParameter
+from fxshard.runtime import Executor, FlatStorage, GlooWorld, NcclWorld, Program, VirtualWorld, World
+from fxshard.units import BytesOfFirstUse, Unit, flat_parameters, partition, units_by_bytes
+
+_STATE = "_fxshard"
+
+
+class ShardedModule:
+    """Mixed into the class of a compiled module: what fxshard adds to it. The module object stays the user's own."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the latest training capture (of the latest capture if there is none)."""
+        return _state(self).latest_schedule()
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """All captured schedules, oldest first."""
+        return list(_state(self).captured)
+
+    def lowered(self, phase: str = "forward") -> str:
+        """The Python code that runs a phase (`forward` or `backward`) of the latest training capture."""
+        return _state(self).latest_program().source(phase)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[nn.Module]:
+        """The module with plain, whole parameters, for code that needs them. A collective; changes are not kept."""
+        state = _state(self)
+        with state.plain_parameters():
+            yield self  # type: ignore[misc]
+
+
+def _state(module: Any) -> _State:
+    return module.__dict__[_STATE]
+
+
+class _State:
+    """What compile made for one module."""
+
+    def __init__(
+        self, module: nn.Module, flats: dict[str, FlatParameter], world: World | None, W: int, F: int, options: Options
+    ):  # fmt: skip
+        self._module = weakref.ref(module)
+        self.flats, self.world, self.W, self.F, self.options = flats, world, W, F, options
+        self.pipeline = passes.pipeline(options)
+        self.generation = Generation()
+        self.storages: dict[str, FlatStorage] = {}
+        self.executor: Executor | None = None
+        self.captured: list[Schedule] = []
+        self.programs: list[Program | None] = []
+        self.skeletons: set[str] = set()
+        self.original_class = type(module)
+        self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self.plain = False
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+    # -- what the capture backend asks (capture.backend.Host)
+
+    def schedule(self, captured: Captured) -> Schedule:
+        """Run the passes on what was captured. All ranks of a world then agree on its communication skeleton."""
+        reached = {frozenset(tangents) for tangents in captured.reach.values()}
+        schedule = Schedule(
+            self.flats, captured.forward, captured.backward, self.W, self.F,
+            gradients=captured.gradients,
+            parameter_outputs=captured.parameter_outputs,
+            needs_presence=len(reached) > 1,
+            direct_exchange=self.world is not None and self.world.direct_exchange,
+            held_shards=1 if self.world is None else self.world.held,
+        )  # fmt: skip
+        passes.run(self.pipeline, schedule)
+        self.captured.append(schedule)
+        return schedule
+
+    def program(self, schedule: Schedule, root: nn.Module) -> Program:
+        if self.executor is None:
+            raise _Traced
+        self.agree(schedule)
+        program = self.executor.program(schedule, root)
+        self.programs.append(program)
+        return program
+
+    def agree(self, schedule: Schedule) -> None:
+        """Compare a new communication skeleton with the other ranks'; one already agreed on needs nobody."""
+        lines = schedule.skeleton()
+        text = "\n".join(lines)
+        assert self.world is not None
+        if text in self.skeletons:
+            return
+        answers = self.world.exchange("skeleton", text, self.options.timeout_s)
+        if (other := _first_difference(answers)) is not None:
+            self.captured.remove(schedule)
+            raise AgreementError(
+                f"ranks captured different communication: {other}. Every rank must run the same model code"
+            )
+        self.skeletons.add(text)
+
+    # -- for the user
+
+    def latest_schedule(self) -> Schedule:
+        if not self.captured:
+            raise RuntimeError(
+                "the model was not captured yet: call it once, or give example_inputs to fxshard.compile"
+            )
+        return next((s for s in reversed(self.captured) if s.backward is not None), self.captured[-1])
+
+    def latest_program(self) -> Program:
+        schedule = self.latest_schedule()
+        program = next((p for p in self.programs if p is not None and p.schedule is schedule), None)
+        if program is None:
+            raise RuntimeError("the schedule was traced but the model has not run yet: call it once")
+        return program
+
+    @contextlib.contextmanager
+    def plain_parameters(self) -> Iterator[None]:
+        full = {}
+        for storage in self.storages.values():
+            for fqn, p in storage.parameters.items():
+                with torch.no_grad():
+                    full[p] = nn.Parameter(p.full_tensor(), requires_grad=False)  # type: ignore[attr-defined]
+        places = [(d, n, p) for m in self.module.modules() for d in (m._parameters,) for n, p in d.items() if p in full]
+        for d, n, p in places:
+            d[n] = full[p]
+        self.plain = True
+        try:
+            yield
+        finally:
+            self.plain = False
+            for d, n, p in places:
+                d[n] = p
+
+
+class _Traced(Exception):
+    """Ends a trace once the schedule is there; nothing is run."""
+
+
+def compile(
+    model: nn.Module,
+    F: int | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    world: World | None = None,
+    example_inputs: Any = None,
+    init: InitFunction | None = None,
+    **options: Any,
+) -> Any:
+    """Shard `model` in place and return it: the same object, its forward captured, its communication a schedule.
+
+    F: ranks that share one copy of the parameters. F = 1 replicates (DDP), F = W shards fully (ZeRO-3), between is hybrid; it
+    must divide W. Default: W. Without a process group a virtual world of F shards runs in this process.
+    mesh: a 2-D DeviceMesh (replicate, shard) to take the groups from. world: a World, for `VirtualWorld(F, contributors=W)`.
+    example_inputs: arguments of forward, a tuple or a dict. The forward is then captured before anything is sharded, and
+    what cannot be captured leaves the model as it was.
+    init: for a model (or parts of one) on the meta device: called with each module whose own parameters or buffers were made
+    empty on the device, unit by unit; no rank ever holds the whole model.
+    Other options: see `fxshard.Options`.
+
+    Make the optimizer after this, over `model.parameters()`.
+
+    Raises TypeError or ValueError for wrong options, CaptureError for a forward that cannot be captured, AgreementError when
+    ranks disagree. Source: FSDP paper; torch.distributed.fsdp.fully_shard.
+    """
+    settings = Options.from_keywords(options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fxshard.compile takes an nn.Module, not {type(model).__name__}")
+    if _STATE in model.__dict__:
+        raise ValueError(f"this {type(model).__name__} is already compiled by fxshard")
+    _check_placement(model, init)
+    device = _device(model)
+    F, W = _factor_and_size(F, mesh, world)
+    units = _units(model, settings, example_inputs)
+    flats = flat_parameters(model, units, F, settings.mixed_precision)
+    if example_inputs is not None:
+        _trace(model, flats, example_inputs, W, F, settings)  # refuse before anything is sharded
+    world = world or _world(F, mesh, device)
+    _agree_on_model(world, flats, settings)
+    state = _State(model, flats, world, W, F, settings)
+    _shard(model, units, state, init)
+    _install(model, state)
+    return model
+
+
+def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, **options: Any) -> Schedule:
+    """The schedule of one training step, without devices, memory or a process group. The model is left as it was.
+
+    `model` may be on the meta device; example_inputs are arguments of forward (tuple or dict), whose values are not read.
+    W: world size, default F.
+    """
+    settings = Options.from_keywords(options)
+    W = F if W is None else W
+    check_factor(F, W)
+    units = _units(model, settings, example_inputs)
+    flats = flat_parameters(model, units, F, settings.mixed_precision)
+    return _trace(model, flats, example_inputs, W, F, settings)
+
+
+# -- steps of compile
+
+
+def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
+    on_meta = [n for n, p in model.named_parameters() if p.device.type == "meta"]
+    if on_meta and init is None:
+        shown = ", ".join(on_meta[:4]) + (f" and {len(on_meta) - 4} more" if len(on_meta) > 4 else "")
+        raise ValueError(f"parameters on the meta device ({shown}) need an init function: compile(model, init=...)")
+    kinds = {p.device.type for _, p in model.named_parameters()} - {"meta"}
+    if len(kinds) > 1:
+        raise ValueError(f"parameters are on several devices ({', '.join(sorted(kinds))}); move the model to one")
+
+
+def _device(model: nn.Module) -> torch.device:
+    placed = next((p.device for p in model.parameters() if p.device.type != "meta"), None)
+    if placed is not None:
+        return placed
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _factor_and_size(F: int | None, mesh: DeviceMesh | None, world: World | None) -> tuple[int, int]:
+    if world is not None:
+        if F is not None and F != world.F:
+            raise ValueError(f"F={F} differs from the given world's F={world.F}; leave one out")
+        return world.F, world.W
+    if dist.is_available() and dist.is_initialized():
+        W = dist.get_world_size()
+        if mesh is not None and mesh.ndim == 2:
+            if F is not None and mesh.size(1) != F:
+                raise ValueError(f"F={F} differs from the mesh's shard axis of {mesh.size(1)}; leave one out")
+            F = mesh.size(1)
+        return check_factor(W if F is None else F, W), W
+    if mesh is not None:
+        raise ValueError("mesh needs an initialised process group: call torch.distributed.init_process_group first")
+    F = 1 if F is None else F
+    if isinstance(F, bool) or not isinstance(F, int):
+        raise TypeError(f"F={F!r}: the sharding factor is a positive int")
+    if F < 1:
+        raise ValueError(
+            f"F={F}: the sharding factor is a positive int (no process group: a virtual world of F shards)"
+        )
+    return F, F
+
+
+def _world(F: int, mesh: DeviceMesh | None, device: torch.device) -> World:
+    if not (dist.is_available() and dist.is_initialized()):
+        return VirtualWorld(F, device=device)
+    return NcclWorld(F, device, mesh) if device.type == "cuda" else GlooWorld(F, mesh)
+
+
+def _units(model: nn.Module, options: Options, example_inputs: Any) -> list[Unit]:
+    if not isinstance(options.units, BytesOfFirstUse):
+        return partition(model, options.units)
+    if example_inputs is None:
+        raise ValueError(
+            "units=BytesOfFirstUse(...) needs example_inputs: the order of first use is read off the graph"
+        )
+    whole = flat_parameters(model, partition(model, "none"), 1, options.mixed_precision)
+    schedule = _trace(model, whole, example_inputs, 1, 1, Options(mixed_precision=options.mixed_precision))
+    views = schedule.forward.nodes("param_view")
+    first = {v: min(v.users) for v in views if v.users}
+    order = [v.meta["fxshard"].fqn for v in sorted(first, key=lambda v: first[v])]
+    return units_by_bytes(model, order, options.units.num_bytes)
+
+
+def _agree_on_model(world: World, flats: Mapping[str, FlatParameter], options: Options) -> None:
+    lines = [f"torch {torch.__version__}", options.fingerprint(), f"F={world.F}"]
+    for flat in flats.values():
+        lines.append(f"unit {flat.name}: {flat.numel} {flat.dtype} gathered as {flat.param_dtype}")
+        lines += [f"  {p.fqn} {p.shape} {p.stride} {p.requires_grad}" for p in flat.parameters]
+    answers = world.exchange("model", "\n".join(lines), options.timeout_s)
+    if (difference := _first_difference(answers)) is not None:
+        raise AgreementError(f"ranks compile different models or options: {difference}. Nothing was sharded")
+
+
+def _first_difference(texts: Sequence[str]) -> str | None:
+    """Where the ranks' texts first part, or None."""
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            pairs = list(zip(texts[0].split("\n") + ["(end)"], text.split("\n") + ["(end)"]))
+            mine, other = next(((a, b) for a, b in pairs if a != b), pairs[-1])
+            return f"rank 0 has '{mine.strip()}', rank {rank} has '{other.strip()}'"
+    return None
+
+
+def _shard(model: nn.Module, units: Sequence[Unit], state: _State, init: InitFunction | None) -> None:
+    """Unit by unit: make it (if on meta), take this rank's part, put ShardedParameters in, drop the whole."""
+    world, options = state.world, state.options
+    assert world is not None
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name in module._parameters:
+            owners[f"{prefix}.{name}" if prefix else name] = (module, name)
+    prepared: dict[str, FlatStorage] = {}
+    for flat in state.flats.values():
+        modules = {id(owners[fqn][0]): owners[fqn][0] for fqn in flat.fqns}
+        for module in modules.values():
+            _materialise(module, world.device, init)
+        full = torch.zeros(flat.padded_numel, dtype=flat.dtype, device=world.device)
+        for spec, offset in zip(flat.parameters, flat.offsets):
+            module, name = owners[spec.fqn]
+            source = module._parameters[name]
+            assert source is not None
+            full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride).copy_(source.detach())
+        if options.sync_parameters:
+            shard = world.scatter_from_first(flat, full)
+        else:
+            shard = world.my_part(flat, full)
+        if shard.untyped_storage().nbytes() != shard.numel() * shard.element_size():
+            shard = shard.clone()
+        storage = prepared[flat.name] = FlatStorage(flat, world, shard, state.generation)
+        for spec in flat.parameters:
+            for fqn in (spec.fqn, *spec.aliases):
+                module, name = owners[fqn]
+                module._parameters[name] = storage.parameters[spec.fqn]
+        del full
+    for module in model.modules():
+        _materialise(module, world.device, init)  # modules that only have buffers
+    for buffer in model.buffers():
+        if options.sync_parameters:
+            world.broadcast_from_first(buffer)
+    if options.mixed_precision.buffers is not None:
+        for module in model.modules():
+            for name, value in module._buffers.items():
+                if value is not None and value.is_floating_point():
+                    module._buffers[name] = value.to(options.mixed_precision.buffers)
+    if isinstance(world, VirtualWorld):
+        world.attach(model)
+    state.storages = prepared
+    state.executor = Executor(prepared, world, state.generation, debug=options.debug)
+
+
+def _materialise(module: nn.Module, device: torch.device, init: InitFunction | None) -> None:
+    """Make a module's own meta parameters and buffers real and initialise them."""
+    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    if not any(t.device.type == "meta" for t in own):
+        return
+    assert init is not None
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None and tensor.device.type == "meta":
+                empty = torch.empty_like(tensor, device=device)
+                table[name] = nn.Parameter(empty, tensor.requires_grad) if table is module._parameters else empty  # type: ignore[assignment]
+    init(module)
+
+
+def _install(model: nn.Module, state: _State) -> None:
+    """Swap the class for one with the mixin and put the captured call in place."""
+    original = type(model)
+    mixed = type(original.__name__, (ShardedModule, original), {"__module__": original.__module__})
+    model.__class__ = mixed
+    model.__dict__[_STATE] = state
+    state.handles = _compute_handles(model, state)
+    captured = torch.compile(
+        _own_call(model),
+        backend=CaptureBackend(state),
+        fullgraph=state.options.fullgraph,
+        dynamic=state.options.dynamic,
+    )
+    model._compiled_call_impl = _runner(model, state, captured)  # type: ignore[assignment]
+
+
+def _own_call(model: nn.Module) -> Callable[..., Any]:
+    """`model._call_impl` (hooks included) behind a code object of this model's own."""
+    return types.MethodType(torch_private.own_code(nn.Module._call_impl), model)  # type: ignore[arg-type]
+
+
+def _compute_handles(model: nn.Module, state: _State) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
+    """Where parameters are computed with in another dtype: what stands in their place during a call.
+
+    Code in forward that asks for a parameter's dtype then sees what it is computed with, as under FSDP.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for storage in state.storages.values():
+        flat = storage.flat
+        if flat.param_dtype == flat.dtype:
+            continue
+        for spec in flat.parameters:
+            master: Any = storage.parameters[spec.fqn]
+            handle = ShardedParameter(
+                master.local, spec.shape, spec.stride, spec.fqn, master.binding, dtype=flat.param_dtype
+            )
+            made[master] = nn.Parameter(handle, requires_grad=master.requires_grad)
+    return [
+        (module._parameters, name, p, made[p])
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p is not None and p in made
+    ]
+
+
+def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Callable[..., Any]:
+    """What `model(...)` runs: compute dtypes in place, the captured step, errors with the user's line."""
+    cast_to = state.options.mixed_precision.param
+    handles = state.handles
+    reference = weakref.ref(model)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if state.plain:
+            module = reference()
+            assert module is not None
+            return module._call_impl(*args, **kwargs)
+        if cast_to is not None:
+            args, kwargs = pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
+        for table, name, master, handle in handles:
+            if handle.requires_grad != master.requires_grad:
+                handle.requires_grad_(master.requires_grad)
+            table[name] = handle
+        try:
+            outputs = captured(*args, **kwargs)
+        except (torch_private.TorchDynamoException, torch_private.BackendCompilerFailed) as error:
+            raise capture_error(error, reference()) from error
+        finally:
+            for table, name, master, _ in handles:
+                table[name] = master
+        if type(outputs) is not torch.Tensor:
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, ShardedParameter):
+                    raise CaptureError(
+                        f"forward returns parameter '{leaf.fqn}'; only its piece is here. "
+                        "Return a clone, or use parameter.full_tensor() outside forward"
+                    )
+        return outputs
+
+    return run
+
+
+def _cast_input(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+# -- tracing
+
+
+def _trace(
+    model: nn.Module, flats: dict[str, FlatParameter], example_inputs: Any, W: int, F: int, options: Options
+) -> Schedule:
+    """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens."""
+    state = _State(model, flats, None, W, F, options)
+    stand_ins: dict[str, nn.Parameter] = {}
+    device = _device_of_parameters(model)
+    for flat in flats.values():
+        for spec in flat.parameters:
+            piece = torch.empty(0, dtype=flat.param_dtype, device=device)
+            wrapped = ShardedParameter(piece, spec.shape, spec.stride, spec.fqn)
+            stand_in = nn.Parameter(wrapped, requires_grad=spec.requires_grad)
+            stand_ins.update(dict.fromkeys((spec.fqn, *spec.aliases), stand_in))
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    args, kwargs = _arguments(example_inputs)
+    if device.type == "meta":
+        args, kwargs = pytree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    if options.mixed_precision.param is not None:
+        dtype = options.mixed_precision.param
+        args, kwargs = pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
+    captured = torch.compile(
+        _own_call(model), backend=CaptureBackend(state), fullgraph=options.fullgraph, dynamic=options.dynamic
+    )
+    try:
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, p in module._parameters.items():
+                if p is not None and not isinstance(p, ShardedParameter):
+                    saved.append((module._parameters, name, p))
+                    module._parameters[name] = stand_ins[f"{prefix}.{name}" if prefix else name]
+        captured(*args, **kwargs)
+    except (torch_private.TorchDynamoException, torch_private.BackendCompilerFailed) as error:
+        if not state.captured:
+            raise capture_error(error, model) from error
+    finally:
+        for table, name, p in saved:
+            table[name] = p
+    if not state.captured:
+        raise CaptureError(f"forward of {type(model).__name__} reads no parameter: there is nothing to schedule")
+    return state.latest_schedule()
+
+
+def _device_of_parameters(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `fxshard.compile` was applied to this module object."""
+    return _STATE in model.__dict__
+
+
+__all__ = ["ShardedModule", "compile", "is_compiled", "trace"]

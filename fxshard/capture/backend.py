@@ -1,0 +1,171 @@
+"""The torch.compile backend: a Dynamo graph in, phases to the schedule maker, a runnable step out.
+
+[Note: one call]
+Dynamo calls what `CaptureBackend` returns with the module's parameters, buffers and inputs. AOTAutograd's own wrappers look after
+mutation, aliased outputs and tangent strides and call our forward inside an autograd node. A pre-hook on that node sees
+which outputs got a gradient before zeros are made for the others, and keeps the call's state alive exactly as long as
+its backward may come: a dropped loss drops the node, the hook and the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from fxshard.capture import torch_private
+from fxshard.capture.build import Captured, build_phases
+from fxshard.ir.layout import FlatParameter
+from fxshard.ir.schedule import Schedule, info
+from fxshard.parameter import ShardedParameter
+
+
+class Program(Protocol):
+    """A lowered schedule. Both take a list of arguments and empty it."""
+
+    def forward(self, arguments: list[Any]) -> Sequence[Any]: ...
+
+    def backward(self, arguments: list[Any], given: tuple[bool, ...]) -> Sequence[Any]: ...
+
+    def begin_call(self) -> Any: ...
+
+    def begin_backward(self, call: Any) -> None: ...
+
+
+class Host(Protocol):
+    """What a compiled model gives the backend."""
+
+    flats: dict[str, FlatParameter]
+
+    def schedule(self, captured: Captured) -> Schedule: ...
+
+    def program(self, schedule: Schedule, root: torch.nn.Module) -> Program: ...
+
+
+class CaptureBackend:
+    """Called by Dynamo once per captured signature."""
+
+    def __init__(self, host: Host):
+        self.host = host
+
+    def __call__(self, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        values = [n.meta.get("example_value") for n in placeholders]
+        fake_mode = torch_private.detect_fake_mode(values)
+        names: dict[int, str] = {}
+        plain: list[Any] = []
+        for i, (value, example) in enumerate(zip(values, examples)):
+            if isinstance(example, ShardedParameter):
+                names[i] = example.fqn
+                value = torch_private.plain_fake(fake_mode, value if isinstance(value, torch.Tensor) else example)
+                value.requires_grad_(example.requires_grad)
+            plain.append(example if value is None else value)
+        call = _Compiled(self.host, names)
+        function = torch_private.aot(
+            graph_module, plain, call.forward_compiler, call.backward_compiler, call.inference_compiler, call.partition
+        )
+        return call.wrap(function)
+
+
+class _Compiled:
+    """One captured signature: its schedule, its program, and the state of the call under way."""
+
+    def __init__(self, host: Host, names: Mapping[int, str]):
+        self.host, self.names = host, names
+        self.program: Program | None = None
+        self.given: tuple[bool, ...] = ()
+
+    # -- compile time
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        forward, backward = torch_private.default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        self.root = forward
+        captured = build_phases(
+            forward.graph, backward.graph, self.names, _indices(forward.graph), num_fwd_outputs, self.host.flats
+        )
+        self._adopt(backward)
+        self._make(_copied(captured))
+        forward.recompile()
+        return forward, _skeleton(backward)
+
+    def _adopt(self, backward: fx.GraphModule) -> None:
+        """Constants backward reads but forward does not."""
+        for node in backward.graph.find_nodes(op="get_attr"):
+            if not hasattr(self.root, node.target):
+                setattr(self.root, node.target, getattr(backward, node.target))
+
+    def _make(self, captured: Captured) -> None:
+        self.program = self.host.program(self.host.schedule(captured), self.root)
+
+    def forward_compiler(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Sequence[Any]:
+            assert self.program is not None
+            return self.program.forward(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def inference_compiler(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        output = next(iter(reversed(module.graph.nodes)))
+        self.root = module
+        indices = _indices(module.graph)
+        self._make(build_phases(module.graph, None, self.names, indices, len(output.args[0]), self.host.flats))
+        return self.forward_compiler(module, inputs)
+
+    def backward_compiler(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Sequence[Any]:
+            assert self.program is not None
+            return self.program.backward(arguments, self.given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    # -- run time
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            assert self.program is not None
+            state = self.program.begin_call()
+            outputs = function(*arguments)
+            node = torch_private.backward_node(outputs)
+            if node is not None:
+                surviving = torch_private.surviving_outputs(node)
+
+                def before_backward(gradients: tuple[Any, ...]) -> None:
+                    self.given = tuple(gradients[i] is not None for i in surviving)
+                    assert self.program is not None
+                    self.program.begin_backward(state)
+
+                node.register_prehook(before_backward)
+            return outputs
+
+        return call
+
+
+def _indices(graph: fx.Graph) -> dict[fx.Node, int | None]:
+    return {n: torch_private.argument_index(n) for n in graph.find_nodes(op="placeholder")}
+
+
+def _copied(captured: Captured) -> Captured:
+    """Phases of their own: passes edit them while AOTAutograd keeps the graphs it partitioned."""
+    forward, _ = captured.forward.copy()
+    assert captured.backward is not None
+    backward, mapping = captured.backward.copy()
+    gradients = {fqn: mapping[node] for fqn, node in captured.gradients.items()}
+    return Captured(forward, backward, gradients, captured.reach, captured.parameter_outputs)
+
+
+def _skeleton(module: fx.GraphModule) -> fx.GraphModule:
+    """Placeholders and outputs of backward alone: what AOTAutograd reads of it. It copies and keeps what it is given."""
+    graph = fx.Graph()
+    first = None
+    for node in module.graph.find_nodes(op="placeholder"):
+        if info(node).kind != "parameter":
+            copy = graph.placeholder(node.name)
+            copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta", "desc")}
+            first = first or copy
+    output = next(iter(reversed(module.graph.nodes)))
+    graph.output(tuple(None if value is None else first for value in output.args[0])).meta = dict(output.meta)
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,45 @@
+"""Capture errors in the user's words: what in forward could not be captured, with file and line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from fxshard.errors import CaptureError, FxshardError
+
+
+def capture_error(error: BaseException, model: nn.Module | None) -> Exception:
+    """The error to raise for a failed capture: our own if one of ours caused it, else a CaptureError."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, FxshardError):
+            return cause
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    name = type(model).__name__ if model is not None else "the model"
+    text = str(error)
+    where = _where(error, text)
+    reason = _reason(text)
+    return CaptureError(
+        f"forward of {name} could not be captured whole: {reason}\n"
+        f"  where   {where}\n"
+        "  to do   move this out of forward, or compile with fullgraph=False"
+    )
+
+
+def _where(error: Any, text: str) -> str:
+    """`file:line in function` of the innermost frame of the user's code."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    if not frames and getattr(error, "real_stack", None):
+        frames = [(f.filename, str(f.lineno), f.name) for f in error.real_stack]
+    own = [f for f in frames if "/torch/" not in f[0]]
+    file, line, function = (own or frames or [("unknown", "0", "forward")])[-1]
+    return f"{file}:{line} in {function}"
+
+
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else "unknown reason"
+    detail = next((line for line in lines if line.startswith(("Explanation:", "Developer debug context:"))), "")
+    return f"{first}. {detail}".rstrip(". ")

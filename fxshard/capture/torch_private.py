@@ -1,0 +1,118 @@
+"""Every private torch name fxshard uses, in one place. Tried on torch 2.13.0; names that moved are noted at their use."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = [
+    "BackendCompilerFailed",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDynamoException",
+    "aot",
+    "argument_index",
+    "backward_node",
+    "default_partition",
+    "detect_fake_mode",
+    "plain_fake",
+    "surviving_outputs",
+    "use_counts",
+]
+
+
+def aot(
+    graph_module: fx.GraphModule,
+    examples: Sequence[Any],
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """AOTAutograd without decompositions; input mutations stay in the forward graph."""
+    return aot_module_simplified(
+        graph_module,
+        examples,
+        fw_compiler=forward_compiler,
+        bw_compiler=backward_compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partition,
+        decompositions={},
+        keep_inference_input_mutations=True,
+    )
+
+
+def plain_fake(fake_mode: FakeTensorMode, example: torch.Tensor) -> torch.Tensor:
+    """A plain fake tensor of the example's logical shape; nothing is allocated."""
+    with fake_mode:
+        value = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+    return value.requires_grad_(example.requires_grad)
+
+
+def argument_index(placeholder: fx.Node) -> int | None:
+    """Which argument of the captured function an AOT forward placeholder is, or None (random state, tokens)."""
+    descriptor = placeholder.meta.get("desc")
+    return getattr(descriptor, "idx", None)
+
+
+def backward_node(outputs: Sequence[Any]) -> Any:
+    """The AOT autograd node behind a call's outputs, or None.
+
+    Outputs that alias an intermediate hang off it by a view; the node is found a few edges up.
+    """
+    stack = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop(0)
+        if node in seen or len(seen) > 64:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and hasattr(function, "_aot_id"):
+            return node
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return None
+
+
+def surviving_outputs(node: Any) -> list[int]:
+    """For an AOT autograd node: which of its outputs' gradients become tangents of the backward graph, in order."""
+    metadata = type(node)._forward_cls.metadata
+    mutated = metadata.mutated_inp_runtime_indices
+    result = []
+    for i, index in enumerate(mutated):
+        entry = metadata.input_info[index]
+        if entry.mutates_data and entry.requires_grad:
+            result.append(i)
+    for i, entry in enumerate(metadata.output_info):
+        kind = entry.output_type.name
+        needs = getattr(entry, "requires_grad_for_backward", entry.requires_grad)
+        own = kind in ("non_alias", "unsafe_view_alias", "custom_function_view")
+        if own and issubclass(entry.raw_type, torch.Tensor) and needs:
+            result.append(len(mutated) + i)
+    start = len(mutated) + metadata.num_outputs
+    return result + list(range(start, start + metadata.num_intermediate_bases))
+
+
+def own_code(function: types.FunctionType) -> types.FunctionType:
+    """A copy of a function with a code object of its own, so that Dynamo's cache and its limit are per model."""
+    code = function.__code__.replace(co_name=function.__code__.co_name)
+    copy = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def use_counts(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of `tensor`, itself included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]

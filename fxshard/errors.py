@@ -1,0 +1,21 @@
+"""The errors fxshard raises. Each says what happened, where, what was expected, and what to do."""
+
+
+class FxshardError(Exception):
+    """Base of every error of fxshard's own."""
+
+
+class CaptureError(FxshardError, RuntimeError):
+    """A model's forward could not be captured whole; carries the user's file and line."""
+
+
+class ScheduleError(FxshardError, RuntimeError):
+    """A schedule breaks a rule: raised by the verifier and by illegal moves."""
+
+
+class PassError(FxshardError, RuntimeError):
+    """A pass failed or was put where its contract does not hold."""
+
+
+class AgreementError(FxshardError, RuntimeError):
+    """Ranks disagree on the model, the options or the communication skeleton."""

@@ -1,0 +1,151 @@
+"""FlatParameter layout: where each parameter lies in a unit's flat buffer, and which piece each rank holds.
+
+Shape letters: F ranks of the shard group, S = padded numel / F elements a rank.
+
+    sizes (5, 3), fp32, F=4  ->  offsets (0, 8), padded 16, S=4; rank 1 holds elements 4..7: the last one of the first
+    parameter and three of padding.
+
+Source: FSDP paper, section 4.2 (FlatParameter); the 16-byte rule keeps collectives on their fast path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter as the user's module has it. `stride` is of the logical shape; the flat piece follows storage order."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+    """Other names of the same parameter (ties)."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one rank holds: `length` elements from `start` of the parameter, at `shard_start` of the shard."""
+
+    index: int
+    start: int
+    shard_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """A unit's parameters of one (dtype, requires_grad), flat, concatenated, padded and cut into F equal shards.
+
+    Sizes are in elements unless the name ends in `_bytes`. `param_dtype` is what is gathered and computed with,
+    `reduce_dtype` what gradients are reduced in; both equal `dtype` without mixed precision.
+    """
+
+    name: str
+    unit: str
+    is_root: bool
+    dtype: torch.dtype
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    requires_grad: bool
+    parameters: tuple[ParameterSpec, ...]
+    F: int
+    offsets: tuple[int, ...]
+    padded_numel: int
+
+    @staticmethod
+    def build(
+        name: str,
+        unit: str,
+        is_root: bool,
+        parameters: tuple[ParameterSpec, ...],
+        F: int,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> FlatParameter:
+        """Lay `parameters` (one dtype, registration order) out: each piece and each rank's shard starts 16-byte aligned."""
+        dtype, requires_grad = parameters[0].dtype, parameters[0].requires_grad
+        assert all(p.dtype == dtype for p in parameters)
+        param_dtype, reduce_dtype = param_dtype or dtype, reduce_dtype or dtype
+        alignment = max(1, *(ALIGNMENT_BYTES // d.itemsize for d in (dtype, param_dtype, reduce_dtype)))
+        offsets, end = [], 0
+        for p in parameters:
+            offsets.append(end)
+            end += math.ceil(p.numel / alignment) * alignment
+        padded = math.ceil(end / (F * alignment)) * F * alignment
+        return FlatParameter(
+            name, unit, is_root, dtype, param_dtype, reduce_dtype, requires_grad, parameters, F, tuple(offsets), padded
+        )
+
+    @property
+    def shard_numel(self) -> int:
+        """S: elements each rank holds, padding included."""
+        return self.padded_numel // self.F
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.padded_numel * self.param_dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the unsharded gradient buffer in the reduce dtype."""
+        return self.padded_numel * self.reduce_dtype.itemsize
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        return tuple(p.fqn for p in self.parameters)
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """What `rank` of the shard group holds of each parameter, in order; a piece may be empty."""
+        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        for index, (p, offset) in enumerate(zip(self.parameters, self.offsets)):
+            low, high = max(begin, offset), min(end, offset + p.numel)
+            if low < high:
+                yield Piece(index, low - offset, low - begin, high - low)
+            else:
+                yield Piece(index, 0, 0, 0)
+
+    def with_factor(self, F: int) -> FlatParameter:
+        """The same parameters cut for another F. Only the padding differs."""
+        return FlatParameter.build(
+            self.name, self.unit, self.is_root, self.parameters, F, self.param_dtype, self.reduce_dtype
+        )
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape and stride covers its memory exactly once (any order of dims)."""
+    if math.prod(shape) <= 1:
+        return True
+    expected = 1
+    for size, step in sorted(((n, s) for n, s in zip(shape, stride) if n != 1), key=lambda pair: pair[1]):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

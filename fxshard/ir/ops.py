@@ -1,0 +1,122 @@
+"""The node kinds of a schedule: plain functions, each with the meaning it has in a world of one rank.
+
+Executing a node means calling the runtime's implementation; these bodies define what that must equal when one rank
+holds everything (F = 1), and let a phase be run by `torch.fx.Interpreter` for reference. `flat` is always the name of a
+FlatParameter; layouts are looked up in the table that is attached to the graph, see `Schedule.flats`.
+
+| kind | queue | meaning |
+|---|---|---|
+| cast_shard | unshard | one cast per FlatParameter to its parameter dtype |
+| all_gather | unshard | issue; a pending full buffer (padded numel,) |
+| wait | compute, replicate | the queue waits for a pending result and returns it |
+| param_view | - | zero-copy view of one parameter: offset, shape, stride |
+| free | compute | after the last use: the slot may be reused once this point is reached |
+| flatten_grads | compute | gradients to the flat gradient buffer (padded numel,), cast and divided by W |
+| reduce_scatter | reduce | issue; sum within the shard group, this rank's (S,) |
+| all_reduce | replicate | issue; sum across the replicate group |
+| accumulate_grad | compute | the reduced shard becomes, or is added to, `.grad` |
+| presence | replicate | which gradients exist on any rank; only where outputs reach different parameters |
+| throttle | unshard | the next issue may not happen before that free is reached |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cast_shard(shard: Tensor, flat: str, dtype: torch.dtype) -> Tensor:
+    return shard.to(dtype)
+
+
+def all_gather(shard: Tensor, flat: str) -> Tensor:
+    return shard.clone()
+
+
+def wait(pending: Any, flat: str) -> Any:
+    return pending
+
+
+def param_view(full: Tensor, fqn: str, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    return full.as_strided(shape, stride, full.storage_offset() + offset)
+
+
+def free(full: Tensor, flat: str) -> None:
+    return None
+
+
+def flatten_grads(grads: Sequence[Tensor | None], flat: str, offsets: Sequence[int], padded_numel: int) -> Tensor:
+    example = next(g for g in grads if g is not None)
+    out = example.new_zeros(padded_numel)
+    for grad, offset in zip(grads, offsets):
+        if grad is not None:
+            out[offset : offset + grad.numel()] = grad.reshape(-1)
+    return out
+
+
+def reduce_scatter(buffer: Tensor, flat: str) -> Tensor:
+    return buffer
+
+
+def all_reduce(shard: Tensor, flat: str) -> Tensor:
+    return shard
+
+
+def accumulate_grad(shard: Tensor, flat: str, present: Any = None, start: int = 0) -> None:
+    return None
+
+
+def presence(flags: Sequence[bool]) -> Any:
+    return tuple(flags)
+
+
+def throttle(freed: Any, flat: str) -> None:
+    return None
+
+
+KINDS: dict[Callable[..., Any], str] = {
+    f: f.__name__
+    for f in (
+        cast_shard,
+        all_gather,
+        wait,
+        param_view,
+        free,
+        flatten_grads,
+        reduce_scatter,
+        all_reduce,
+        accumulate_grad,
+        presence,
+        throttle,
+    )
+}
+"""Function to kind name."""
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+QUEUES = {
+    "cast_shard": "unshard",
+    "all_gather": "unshard",
+    "throttle": "unshard",
+    "reduce_scatter": "reduce",
+    "all_reduce": "replicate",
+    "presence": "replicate",
+}
+"""Queue of each kind; everything else is on the compute queue, a `wait` on the queue its info names."""
+
+LABELS = {
+    "cast_shard": "CAST",
+    "all_gather": "AG",
+    "wait": "WAIT",
+    "free": "FREE",
+    "flatten_grads": "FLAT",
+    "reduce_scatter": "RS",
+    "all_reduce": "AR",
+    "accumulate_grad": "ACC",
+    "presence": "ANY",
+    "throttle": "LIMIT",
+}
+"""How each kind is written in schedule text."""

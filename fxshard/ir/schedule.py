@@ -1,0 +1,391 @@
+"""The schedule: the one object that passes edit, the verifier proves, the runtime runs and viz draws.
+
+A `Phase` is an fx.Graph whose node order IS the issue order. Every node of a unit says so in its info, stamped when it
+is made; nothing is recognised by name or by an operator pattern.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxshard.errors import ScheduleError
+from fxshard.ir import ops
+from fxshard.ir.aliasing import storage_users
+from fxshard.ir.layout import FlatParameter
+
+INFO = "fxshard"
+"""Key of a node's `NodeInfo` in `node.meta`."""
+
+
+@dataclass
+class NodeInfo:
+    """What a node is to the schedule.
+
+    `kind` is one of `ops.KINDS`, or for placeholders `argument`, `parameter`, `shard`, `resident`, or `compute`.
+    """
+
+    kind: str
+    flat: str | None = None
+    unit: str | None = None
+    queue: str = "compute"
+    fqn: str | None = None
+    by: str = "capture"
+    """The pass that put the node there."""
+    moved_by: tuple[str, ...] = ()
+    """The passes that moved it, in order."""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the arena: `num_bytes` from `offset`. `after` names the nodes whose end frees the bytes for this use."""
+
+    offset: int
+    num_bytes: int
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What a pass did (`passed`) or could not do (`missed`) for one unit, and why."""
+
+    by: str
+    kind: str
+    unit: str
+    text: str
+
+
+class Remarks:
+    """Collects what one pass says; the manager hands one to each pass."""
+
+    def __init__(self, by: str, phase: str = ""):
+        self.by = by
+        self.items: list[Remark] = []
+
+    def passed(self, unit: str, text: str) -> None:
+        self.items.append(Remark(self.by, "passed", unit, text))
+
+    def missed(self, unit: str, text: str) -> None:
+        self.items.append(Remark(self.by, "missed", unit, text))
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass as it ran: its text form, seconds taken, nodes added and moved."""
+
+    text: str
+    seconds: float
+    added: int
+    moved: int
+
+
+@dataclass
+class MemoryPlan:
+    """What plan-memory decided, in bytes."""
+
+    arena_bytes: int = 0
+    """Size of the arena all phases of this schedule share."""
+    resident_bytes: int = 0
+    """Buffers kept from forward to backward; they lie outside the arena."""
+    peak_gathered_bytes: int = 0
+    """Most bytes of gathered parameters alive at once, residents included."""
+    peak_gradient_bytes: int = 0
+    """Most bytes of unsharded gradients and reduce staging alive at once."""
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The node's info; a plain operator of the model is `compute`."""
+    found = node.meta.get(INFO)
+    return found if found is not None else _COMPUTE
+
+
+_COMPUTE = NodeInfo("compute")
+
+
+class Phase:
+    """The forward or the backward graph of a step; the order of its nodes is the order of issue."""
+
+    def __init__(self, name: str, graph: fx.Graph, flats: Mapping[str, FlatParameter]):
+        self.name = name
+        self.graph = graph
+        self.flats = flats
+
+    # -- queries
+
+    def nodes(self, kind: str | None = None, flat: str | None = None) -> list[fx.Node]:
+        """Nodes of a kind, of a FlatParameter, or both, in issue order."""
+        return [
+            n
+            for n in self.graph.nodes
+            if (kind is None or info(n).kind == kind) and (flat is None or info(n).flat == flat)
+        ]
+
+    def one(self, kind: str, flat: str) -> fx.Node | None:
+        """The only node of this kind and FlatParameter, or None."""
+        found = self.nodes(kind, flat)
+        if len(found) > 1:
+            raise ScheduleError(
+                f"phase '{self.name}' has {len(found)} {ops.LABELS.get(kind, kind)} of '{flat}', not one"
+            )
+        return found[0] if found else None
+
+    @property
+    def all_gathers(self) -> list[fx.Node]:
+        return self.nodes("all_gather")
+
+    @property
+    def reduce_scatters(self) -> list[fx.Node]:
+        return self.nodes("reduce_scatter")
+
+    @property
+    def all_reduces(self) -> list[fx.Node]:
+        return self.nodes("all_reduce")
+
+    @property
+    def waits(self) -> list[fx.Node]:
+        return self.nodes("wait")
+
+    @property
+    def frees(self) -> list[fx.Node]:
+        return self.nodes("free")
+
+    @property
+    def output(self) -> fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    def views(self, flat: str) -> list[fx.Node]:
+        return self.nodes("param_view", flat)
+
+    def full(self, flat: str) -> fx.Node | None:
+        """The node the views of `flat` read: a WAIT, a cast, a `resident` or a `shard` placeholder; None if unused."""
+        views = self.views(flat)
+        return views[0].args[0] if views else None  # type: ignore[return-value]
+
+    def first_use(self, flat: str) -> fx.Node | None:
+        """The first operator of the model that reads a parameter of `flat`, or None."""
+        uses = [u for v in self.views(flat) for u in v.users if info(u).kind == "compute"]
+        return min(uses) if uses else None
+
+    def last_use(self, flat: str) -> fx.Node | None:
+        """The last operator that reads memory of the gathered buffer, views and aliases included, or None."""
+        uses = [u for v in self.views(flat) for u in storage_users(v)]
+        return max(uses) if uses else None
+
+    def flats_in_use_order(self) -> list[str]:
+        """FlatParameters this phase reads, by their first use."""
+        firsts = {flat: self.first_use(flat) for flat in {info(v).flat for v in self.nodes("param_view")} if flat}
+        return [flat for flat, _ in sorted(((f, n) for f, n in firsts.items() if n is not None), key=lambda p: p[1])]
+
+    def blocker(self, node: fx.Node, anchor: fx.Node) -> fx.Node | None:
+        """What stops `node` from standing before `anchor`: an input that comes later, or, for a collective, one of the
+        same kind and queue that it would overtake. None when the move is legal. Inputs that travel along (a cast, a
+        throttle) do not block."""
+        travelling = self._travelling(node)
+        for member in travelling:
+            for source in member.all_input_nodes:
+                if source not in travelling and not source < anchor:
+                    return source
+        if anchor < node and info(node).kind in ops.COLLECTIVES:
+            current = node.prev
+            while current is not anchor.prev:
+                if info(current).kind == info(node).kind and info(current).flat == info(node).flat:
+                    return current
+                current = current.prev
+        return None
+
+    def _travelling(self, node: fx.Node) -> list[fx.Node]:
+        """The node and the inputs that belong to it alone, in order."""
+        group = [node]
+        for source in node.all_input_nodes:
+            if info(source).kind == "cast_shard" and list(source.users) == [node]:
+                group.insert(0, source)
+        return group
+
+    # -- moves
+
+    def move_before(self, node: fx.Node, anchor: fx.Node, by: str = "user") -> bool:
+        """Put `node` (and its cast) right before `anchor`.
+
+        Returns whether anything moved. Raises ScheduleError, naming the node that pins it, if an input of `node` would
+        come after it or a user before it.
+        """
+        if node is anchor or node.next is anchor:
+            return False
+        blocker = self.blocker(node, anchor)
+        if blocker is not None:
+            raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {describe(blocker)} pins it")
+        for user in node.users:
+            if user is not anchor and user < anchor:
+                raise ScheduleError(
+                    f"{describe(node)} may not move before {describe(anchor)}: {describe(user)} reads it"
+                )
+        for member in self._travelling(node):
+            anchor.prepend(member)
+            if (found := member.meta.get(INFO)) is not None:
+                found.moved_by += (by,)
+        return True
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        flat: FlatParameter | None,
+        by: str,
+        queue: str | None = None,
+        num_bytes: int = 0,
+        fqn: str | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Make a communication node at the graph's insertion point, its info stamped."""
+        kind = ops.KINDS[function]
+        label = name or f"{kind}_{flat.name if flat else 'all'}"
+        node = self.graph.create_node("call_function", function, args, {}, name=identifier(label))
+        node.meta[INFO] = NodeInfo(
+            kind,
+            flat.name if flat else None,
+            flat.unit if flat else None,
+            queue or ops.QUEUES.get(kind, "compute"),
+            fqn,
+            by,
+            num_bytes=num_bytes,
+        )
+        return node
+
+    def copy(self) -> tuple[Phase, dict[fx.Node, fx.Node]]:
+        """A deep copy and the map from old to new nodes."""
+        graph, mapping = fx.Graph(), {}
+        output = graph.graph_copy(self.graph, mapping)
+        old_output = self.output
+        mapping[old_output] = graph.output(output)
+        for old, new in mapping.items():
+            new.meta = dict(old.meta)
+            if INFO in old.meta:
+                new.meta[INFO] = dataclasses.replace(old.meta[INFO])
+        return Phase(self.name, graph, self.flats), mapping
+
+
+def identifier(text: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in text)
+
+
+def describe(node: fx.Node) -> str:
+    """The node as a user knows it: `AG layers.1`, or the operator's name."""
+    found = info(node)
+    if found.kind in ops.LABELS:
+        return f"{ops.LABELS[found.kind]} {found.flat or ''}".strip()
+    if found.kind == "param_view":
+        return f"view of '{found.fqn}'"
+    if node.op == "call_function":
+        return f"{getattr(node.target, '__name__', node.target)} ({node.name})"
+    return node.name
+
+
+@dataclass
+class Schedule:
+    """Units, phases, memory plan and history of one captured call signature.
+
+    `backward` is None for a forward-only schedule (no_grad, inference_mode).
+    """
+
+    flats: dict[str, FlatParameter]
+    forward: Phase
+    backward: Phase | None
+    W: int
+    F: int
+    rate_limit: int | None = None
+    history: list[PassRecord] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
+    gradients: dict[str, fx.Node] = field(default_factory=dict)
+    """Gradient node in backward of each trainable parameter that the outputs reach, by parameter name."""
+    parameter_outputs: frozenset[int] = frozenset()
+    """Positions of parameters among the outputs of backward: their gradients leave by ACC, not as outputs."""
+    needs_presence: bool = False
+    """Whether some choice of used outputs leaves a reached parameter without gradient."""
+    direct_exchange: bool = True
+    """Whether collectives need staging memory of ours (direct exchange) or bring their own (NCCL, virtual)."""
+    held_shards: int = 1
+    """Shards a process holds: 1, or all F in a virtual world."""
+    resident: set[str] = field(default_factory=set)
+    """FlatParameters that stay gathered from forward to backward."""
+    established: set[str] = field(default_factory=set)
+    """What the passes that ran provide."""
+
+    renderer: ClassVar[Callable[[Schedule, str], None] | None] = None
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    @property
+    def units(self) -> list[str]:
+        """Unit names in registration order; the root's parts count as one."""
+        return list(dict.fromkeys(flat.unit for flat in self.flats.values()))
+
+    @property
+    def replicas(self) -> int:
+        """R = W / F: ranks that hold the same shard."""
+        return self.W // self.F
+
+    def text(self, level: str = "communication") -> str:
+        """The schedule as text. `level`: `units`, `communication` (every communication node), or `all`."""
+        from fxshard.ir.text import schedule_text
+
+        return schedule_text(self, level)
+
+    def skeleton(self) -> list[str]:
+        """One line per collective in issue order: what all ranks must agree on."""
+        lines = []
+        for phase in self.phases:
+            for n in phase.graph.nodes:
+                kind = info(n).kind
+                if kind in ops.COLLECTIVES or kind == "presence":
+                    lines.append(f"{phase.name} {ops.LABELS[kind]} {info(n).flat} {info(n).num_bytes}")
+        return lines
+
+    def render(self, path: str) -> None:
+        """Draw the schedule; the format follows the suffix of `path` (svg)."""
+        if Schedule.renderer is None:
+            raise RuntimeError("no renderer is registered: import fxshard, not fxshard.ir")
+        Schedule.renderer(self, path)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+
+def bytes_text(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or suffix == "GiB":
+            return f"{num_bytes:.0f} {suffix}" if num_bytes == int(num_bytes) else f"{num_bytes:.1f} {suffix}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def tensor_bytes(node: fx.Node) -> int:
+    """Bytes of the node's fake value, symbolic sizes by their hints."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return int(value.numel()) * value.dtype.itemsize
+
+
+def flatten_nodes(tree: Any) -> Iterator[fx.Node]:
+    """Every node in a tree of arguments."""
+    if isinstance(tree, fx.Node):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from flatten_nodes(value)
+    elif isinstance(tree, (list, tuple, Sequence, Iterable)) and not isinstance(tree, (str, torch.Tensor)):
+        for value in tree:
+            yield from flatten_nodes(value)

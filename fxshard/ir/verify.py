@@ -1,0 +1,199 @@
+"""The verifier: what a schedule must satisfy, each rule a function of its own. Shares no code with the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from fxshard.errors import ScheduleError
+from fxshard.ir.aliasing import alias_roots, storage_users
+from fxshard.ir.schedule import Phase, Schedule, describe, info
+from fxshard.ir.text import user_line
+
+Problem = tuple[fx.Node, str]
+
+
+def verify(schedule: Schedule) -> None:
+    """Check every rule that the passes so far have made meaningful; raise ScheduleError listing all that is broken."""
+    problems = []
+    for phase in schedule.phases:
+        for rule in RULES:
+            for node, text in rule(schedule, phase):
+                line = user_line(node)
+                where = f" ({line})" if line else ""
+                position = list(phase.graph.nodes).index(node)
+                problems.append(
+                    f"{rule.__name__}: {text}\n  where   {phase.name}, op {position} {describe(node)}{where}"
+                )
+    if problems:
+        raise ScheduleError("\n".join(problems))
+
+
+def inputs_precede_uses(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Every node comes after all of its inputs."""
+    return [
+        (n, f"{describe(n)} comes before its input {describe(i)}")
+        for n in phase.graph.nodes
+        for i in n.all_input_nodes
+        if not i < n
+    ]
+
+
+def one_wait_for_each_issue(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Every collective has exactly one WAIT, and only the WAIT (or a collective chained to it) reads what it returns."""
+    problems = []
+    for node in phase.nodes():
+        if info(node).kind in ("all_gather", "reduce_scatter", "all_reduce", "presence"):
+            waits = [u for u in node.users if info(u).kind == "wait"]
+            others = [u for u in node.users if info(u).kind != "wait"]
+            if len(waits) != 1:
+                problems.append((node, f"{describe(node)} has {len(waits)} waits, not one"))
+            problems += [(u, f"{describe(u)} reads {describe(node)} without its WAIT") for u in others]
+    return problems
+
+
+def used_only_while_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """No memory of a gathered buffer is read after its FREE, through any view; no FREE comes twice."""
+    problems = []
+    freed: dict[fx.Node, fx.Node] = {}
+    for node in phase.nodes("free"):
+        full = node.args[0]
+        assert isinstance(full, fx.Node)
+        if full in freed:
+            problems.append((node, f"'{info(node).flat}' is freed twice"))
+        freed[full] = node
+        for user in storage_users(full):
+            if node < user and user is not node:
+                problems.append((user, f"{describe(user)} reads '{info(node).flat}' after its FREE"))
+    return problems
+
+
+def nothing_leaves_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """No output and no value saved for backward shares memory with a gathered buffer or a shard."""
+    kinds = ("all_gather", "cast_shard", "shard", "resident", "parameter")
+    problems = []
+    for value in phase.output.args[0]:  # type: ignore[union-attr]
+        if isinstance(value, fx.Node):
+            for root in alias_roots(value):
+                if info(root).kind in kinds:
+                    problems.append(
+                        (value, f"{describe(value)} leaves {phase.name} and shares memory with '{info(root).flat}'")
+                    )
+    return problems
+
+
+def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Every gathered buffer is freed in its phase, unless it is resident and this is forward."""
+    if "frees-inserted" not in schedule.established:
+        return []
+    problems = []
+    for node in phase.nodes("all_gather"):
+        flat = info(node).flat or ""
+        kept = flat in schedule.resident and phase.name == "forward"
+        if not kept and not phase.nodes("free", flat):
+            problems.append((node, f"'{flat}' is gathered and never freed"))
+    return problems
+
+
+def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Each gradient enters one FLAT, one RS if F > 1, one AR if replicas > 1, one ACC, and leaves no other way."""
+    if "reduces-inserted" not in schedule.established or phase.name != "backward":
+        return []
+    problems: list[Problem] = []
+    entered: dict[str, int] = {}
+    for node in phase.nodes("flatten_grads"):
+        flat = schedule.flats[info(node).flat or ""]
+        for fqn, gradient in zip(flat.fqns, node.args[0]):  # type: ignore[arg-type]
+            if gradient is not None:
+                entered[fqn] = entered.get(fqn, 0) + 1
+        value: fx.Node = node
+        for kind, needed in (("reduce_scatter", flat.F > 1), ("all_reduce", schedule.replicas > 1)):
+            found = phase.nodes(kind, flat.name)
+            if len(found) != int(needed):
+                problems.append((node, f"'{flat.name}' has {len(found)} {kind}, not {int(needed)}"))
+                continue
+            if needed:
+                if found[0].args[0] is not value:
+                    problems.append((found[0], f"{kind} of '{flat.name}' does not read what comes before it"))
+                value = next(iter(found[0].users), found[0])
+        accumulated = phase.nodes("accumulate_grad", flat.name)
+        if len(accumulated) != 1 or accumulated[0].args[0] is not value:
+            problems.append((node, f"the reduced gradient of '{flat.name}' does not reach .grad exactly once"))
+    for fqn in schedule.gradients:
+        if entered.get(fqn, 0) != 1:
+            problems.append((phase.output, f"the gradient of '{fqn}' is reduced {entered.get(fqn, 0)} times, not once"))
+    return problems
+
+
+def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Gathered buffers in flight, residents not counted, never exceed the rate limit."""
+    if "rate-limited" not in schedule.established or schedule.rate_limit is None:
+        return []
+    problems, alive = [], set()
+    for node in phase.graph.nodes:
+        found = info(node)
+        if found.kind == "all_gather" and found.flat not in schedule.resident:
+            alive.add(found.flat)
+            if len(alive) > schedule.rate_limit:
+                problems.append((node, f"{len(alive)} gathered buffers in flight, the limit is {schedule.rate_limit}"))
+        elif found.kind == "free":
+            alive.discard(found.flat)
+    return problems
+
+
+def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last use."""
+    if "memory-planned" not in schedule.established:
+        return []
+    position = {node: i for i, node in enumerate(phase.graph.nodes)}
+    lives = []
+    for node in phase.graph.nodes:
+        if (slot := node.meta.get("slot")) is not None and slot.num_bytes:
+            lives.append((node, slot, position[node], position[_needed_until(phase, node)]))
+    by_name = {node.name: i for node, i in position.items()}
+    problems = []
+    for i, (a, slot_a, start_a, end_a) in enumerate(lives):
+        for b, slot_b, start_b, _ in lives[i + 1 :]:
+            share = (
+                slot_a.offset < slot_b.offset + slot_b.num_bytes and slot_b.offset < slot_a.offset + slot_a.num_bytes
+            )
+            if share and start_a <= start_b <= end_a:
+                problems.append((b, f"{describe(b)} is put over {describe(a)}, which is still needed"))
+            elif share and not any(by_name[name] >= end_a for name in slot_b.after):
+                problems.append((b, f"{describe(b)} reuses the slot of {describe(a)} without waiting for its end"))
+    return problems
+
+
+def _needed_until(phase: Phase, node: fx.Node) -> fx.Node:
+    """The last node that needs the buffer `node` makes, derived from what reads it."""
+    kind, flat = info(node).kind, info(node).flat or ""
+    in_place = phase.flats[flat].F == 1  # an AllReduce without a ReduceScatter works inside the gradient buffer
+    if kind == "all_gather":
+        return max([*phase.nodes("free", flat), *storage_users(node)])
+    if kind == "cast_shard":
+        users = list(storage_users(node))
+        return max(users + [w for u in users for w in u.users if info(u).kind == "all_gather"])
+    chain, last = [node], node
+    while chain:
+        current = chain.pop()
+        last = max(last, current)
+        if info(current).kind in ("flatten_grads", "reduce_scatter", "all_reduce") or info(current).kind == "wait":
+            same = [u for u in current.users if info(u).kind != "free"]
+            ended = info(current).kind == "wait" and info(current).queue == "compute" and not in_place
+            if kind == "flatten_grads" and ended:
+                continue
+            chain += same
+    return last
+
+
+RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
+    inputs_precede_uses,
+    one_wait_for_each_issue,
+    used_only_while_gathered,
+    nothing_leaves_gathered,
+    freed_or_resident,
+    reduced_exactly_once,
+    within_the_limit,
+    slots_do_not_overlap,
+)

@@ -1,0 +1,138 @@
+"""The options of `fxshard.compile`, validated: a wrong or misspelt one is an error that lists what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes to gather and compute in, to reduce gradients in, and for floating buffers; None keeps what is there.
+
+    `reduce=None` reduces in the parameter dtype. Floating inputs of forward are cast to `param`. Sharded parameters,
+    gradients and optimizer state keep the parameter's own dtype; integer parameters are never cast.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value is not None and value not in _FLOATS:
+                allowed = ", ".join(map(str, _FLOATS))
+                raise ValueError(f"MixedPrecision({f.name}={value!r}): a floating dtype was expected, one of {allowed}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that sizes or switches a mechanism. Counts are of FlatParameters."""
+
+    units: Any = "auto"
+    """'auto', 'none', an FQN pattern, a module class, a list of these, a callable, or BytesOfFirstUse(n)."""
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    backward_prefetch: int = 1
+    """How many AllGathers ahead are issued in backward; 0 = off."""
+    forward_prefetch: int = 1
+    """How many AllGathers ahead are issued in forward; 0 = off."""
+    rate_limit: int | None = 2
+    """At most this many gathered buffers, and gradient buffers waiting for their reduce; None = no limit."""
+    rate_limit_bytes: int | None = None
+    """The same bound in bytes of gathered buffers; None = no limit."""
+    keep_root_resident: bool = True
+    """Whether the root stays gathered from forward to backward."""
+    reshard_after_forward: bool = True
+    """Whether units are freed after forward and gathered again in backward."""
+    passes: Sequence[Any] | None = None
+    """Extra passes, run after the default ones and before plan-memory; or a callable from the default list to the list."""
+    compute: str = "eager"
+    """How the nodes between communication run: 'eager'."""
+    debug: bool = False
+    """Freed buffers are filled with NaN, lifetimes are checked, random delays are put before collectives."""
+    fullgraph: bool = True
+    """Refuse a forward that cannot be captured whole."""
+    dynamic: bool | None = None
+    """As in torch.compile: None re-captures with dynamic shapes when shapes change."""
+    sync_parameters: bool = True
+    """Start from rank 0's parameters and buffers on every rank, as DDP does."""
+    timeout_s: float = 300.0
+    """How long ranks wait for one another when they compare models and schedules, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("backward_prefetch", "forward_prefetch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: a number of AllGathers ahead was expected, 0 (off), 1, 2, ...")
+        for name in ("rate_limit", "rate_limit_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: a positive number or None (no limit) was expected")
+        for name in ("keep_root_resident", "reshard_after_forward", "debug", "fullgraph", "sync_parameters"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: True or False was expected")
+        if self.compute not in COMPUTE:
+            raise ValueError(
+                f"compute={self.compute!r}: allowed are {', '.join(map(repr, COMPUTE))}{_close(self.compute, COMPUTE)}"
+            )
+        if not isinstance(self.mixed_precision, MixedPrecision):
+            raise TypeError(f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision was expected")
+        if self.passes is not None and not callable(self.passes) and not isinstance(self.passes, (list, tuple)):
+            raise TypeError(f"passes={self.passes!r}: a list of passes, or a callable from the default list to a list")
+        if self.dynamic not in (None, True, False):
+            raise ValueError(f"dynamic={self.dynamic!r}: allowed are None, True, False")
+
+    @staticmethod
+    def from_keywords(keywords: dict[str, Any]) -> Options:
+        """Build from keyword arguments; unknown names raise TypeError listing the allowed ones."""
+        allowed = [f.name for f in dataclasses.fields(Options)]
+        unknown = [name for name in keywords if name not in allowed]
+        if unknown:
+            everything = [*allowed, "F", "mesh", "world", "example_inputs", "init"]
+            hints = "".join(_close(name, everything) for name in unknown)
+            raise TypeError(
+                f"fxshard.compile got unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}."
+                f"{hints} Allowed: {', '.join(everything)}"
+            )
+        if keywords.get("mixed_precision", 0) is None:
+            keywords = {**keywords, "mixed_precision": MixedPrecision()}
+        return Options(**keywords)
+
+    def fingerprint(self) -> str:
+        """What all ranks must agree on, as text."""
+        parts = []
+        for f in dataclasses.fields(self):
+            if f.name in ("debug", "timeout_s", "units", "passes"):
+                continue
+            parts.append(f"{f.name}={getattr(self, f.name)!r}")
+        return ", ".join(parts)
+
+
+COMPUTE = ("eager",)
+
+
+def _close(word: str, allowed: Sequence[str]) -> str:
+    found = difflib.get_close_matches(str(word), allowed, n=1)
+    return f" Did you mean '{found[0]}'?" if found else ""
+
+
+def check_factor(F: Any, W: int) -> int:
+    """Validate the sharding factor: an int that divides W. Raises TypeError or ValueError naming the allowed values."""
+    allowed = [n for n in range(1, W + 1) if W % n == 0]
+    if isinstance(F, bool) or not isinstance(F, int):
+        raise TypeError(f"F={F!r}: the sharding factor is an int that divides the world size W={W}: {allowed}")
+    if F not in allowed:
+        why = "is larger than" if F > W else "does not divide" if F > 0 else "is not a factor of"
+        raise ValueError(f"F={F} {why} the world size W={W}; allowed are {', '.join(map(str, allowed))}")
+    return F
+
+
+InitFunction = Callable[[torch.nn.Module], None]

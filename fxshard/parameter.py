@@ -1,0 +1,301 @@
+"""ShardedParameter: the logical tensor outside, this rank's 1-D piece inside.
+
+Elementwise, foreach and fused operators run on the pieces; norms reduce over the shard group; an operator it does not
+know is refused by the parameter's name, so plain code can never compute with a piece while believing it holds the whole.
+Gradients and optimizer state are of the same kind.
+
+Shapes: outside `shape` and `stride` of the user's parameter; inside `local` (length,) in storage order, possibly empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_SAME_PIECE = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.empty_like.default,
+        aten.full_like.default,
+        aten.zero_.default,
+        aten.fill_.Scalar,
+        aten.copy_.default,
+    }
+)
+"""Operators without the pointwise tag that act element by element all the same."""
+
+_NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim})
+
+_KEEPS_IDENTITY = frozenset({aten.detach.default, aten.alias.default})
+
+
+class Generation:
+    """Counts in-place changes of a model's parameters; a backward refuses parameters changed since its forward."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class Binding:
+    """What a piece belongs to: the parameter, where the piece starts in it, and who can complete it.
+
+    `gather(local)` returns the whole parameter, flat in storage order, from the pieces of the shard group (a
+    collective); `reduce(values, op)` reduces a small tensor over the group, op "sum" or "max".
+    """
+
+    __slots__ = ("flat", "fqn", "gather", "generation", "length", "numel", "reduce", "start")
+
+    def __init__(
+        self,
+        fqn: str,
+        flat: str,
+        numel: int,
+        start: int,
+        length: int,
+        generation: Generation,
+        gather: Callable[[Tensor], Tensor],
+        reduce: Callable[[Tensor, str], Tensor],
+    ):
+        self.fqn, self.flat, self.numel, self.start, self.length = fqn, flat, numel, start, length
+        self.generation, self.gather, self.reduce = generation, gather, reduce
+
+
+class ShardedParameter(torch.Tensor):
+    """A tensor of logical shape whose memory is one rank's 1-D piece.
+
+    Attributes: `local` (length,) the piece; `binding` where it belongs (None while tracing); `is_state` True for
+    gradients and optimizer state, whose changes do not count as changes of the parameter.
+    """
+
+    local: Tensor
+    binding: Binding | None
+    fqn: str
+    is_state: bool
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedParameter],
+        local: Tensor,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        fqn: str,
+        binding: Binding | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        is_state: bool = False,
+        requires_grad: bool = False,
+    ) -> ShardedParameter:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=dtype or local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        self.local, self.binding, self.fqn, self.is_state = local, binding, fqn, is_state
+        return self
+
+    def like(self, local: Tensor, *, state: bool | None = None) -> ShardedParameter:
+        """The same place in the same parameter with other memory."""
+        return ShardedParameter(
+            local,
+            self.shape,
+            self.stride(),
+            self.fqn,
+            self.binding,
+            dtype=local.dtype if self.dtype == self.local.dtype else self.dtype,
+            is_state=self.is_state if state is None else state,
+        )
+
+    def full_tensor(self) -> Tensor:
+        """The whole parameter, shape and stride as outside. A collective of the shard group: every rank must call it."""
+        if self.binding is None:
+            raise RuntimeError(f"parameter '{self.fqn}' has no group to be gathered from")
+        flat = self.binding.gather(self.local.detach())
+        return flat.as_strided(self.shape, self.stride())
+
+    def piece_of(self, full: Tensor) -> Tensor:
+        """This rank's piece of a plain tensor that broadcasts to the logical shape: (length,)."""
+        binding = self._bound("a plain tensor")
+        stored = torch.empty_strided(self.shape, self.stride(), dtype=full.dtype, device=full.device)
+        stored.copy_(full)
+        flat = stored.as_strided((binding.numel,), (1,))
+        return flat[binding.start : binding.start + binding.length]
+
+    def _bound(self, what: object) -> Binding:
+        if self.binding is None:
+            _refuse(self, what)
+        return self.binding
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["local"], (tuple(self.shape), tuple(self.stride()), self.dtype, self.fqn)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: tuple[Any, ...], size: Any, stride: Any
+    ) -> ShardedParameter:
+        shape, strides, dtype, fqn = meta
+        return ShardedParameter(inner["local"], shape, strides, fqn, dtype=dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        held = f"{self.local.numel()} of {math.prod(self.shape)} elements held here"
+        return f"ShardedParameter('{self.fqn}', shape={tuple(self.shape)}, dtype={self.dtype}, {held})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"parameter '{self.fqn}' is sharded and cannot be pickled: save `parameter.full_tensor()`")
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        raise TypeError(
+            f"parameter '{self.fqn}' is sharded: its gradient does not pass through autograd. "
+            "Use register_post_accumulate_grad_hook, which sees the reduced gradient"
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedParameter)]
+        first = leaves[0]
+        if isinstance(first.local, torch._subclasses.FakeTensor) and func not in _KEEPS_IDENTITY:
+            # Being traced: only shapes matter, and what the model sees is the whole parameter.
+            return func(*pytree.tree_map(_full_fake, args), **pytree.tree_map(_full_fake, kwargs))
+        if func in _NORMS:
+            return _norm(func, first, args, kwargs)
+        if name == "_foreach_norm":
+            return _foreach_norm(args, kwargs)
+        if name.startswith(("_foreach", "_fused")):
+            return _on_lists(func, name, leaves, args, kwargs)
+        if func in _SAME_PIECE or torch.Tag.pointwise in func.tags:
+            return _on_pieces(func, name, first, args, kwargs)
+        _refuse(first, func)
+
+
+def _full_fake(x: Any) -> Any:
+    if not isinstance(x, ShardedParameter):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _refuse(parameter: ShardedParameter, what: object) -> NoReturn:
+    raise RuntimeError(
+        f"parameter '{parameter.fqn}' is sharded and was used by {what} outside the captured forward. "
+        f"Only element-wise operators, optimizers and norms work on a piece; call `.full_tensor()` for the whole"
+    )
+
+
+def _changed(parameters: Sequence[ShardedParameter]) -> None:
+    for p in parameters:
+        if p.binding is not None and not p.is_state:
+            p.binding.generation.value += 1
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedParameter]:
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            found += [v for v in values if isinstance(v, ShardedParameter)]
+    return found
+
+
+def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def piece(x: Any) -> Any:
+        if isinstance(x, ShardedParameter):
+            if x.shape != first.shape:
+                _refuse(first, f"{func} together with '{x.fqn}' of shape {tuple(x.shape)}")
+            return x.local
+        if isinstance(x, Tensor) and x.dim() > 0:
+            return first.piece_of(x)
+        return x
+
+    kwargs = dict(kwargs)
+    if kwargs.get("memory_format") not in (None, torch.preserve_format):
+        kwargs["memory_format"] = torch.preserve_format
+    written = _written(func, args, kwargs)
+    if not written and isinstance(args[0], Tensor) and not isinstance(args[0], ShardedParameter) and name.endswith("_"):
+        _refuse(first, f"{func} into a plain tensor")
+    out = func(*pytree.tree_map(piece, args), **pytree.tree_map(piece, kwargs))
+    if written:
+        _changed(written)
+        return args[0]
+    is_state = None if func in _KEEPS_IDENTITY else True
+    return first.like(out, state=is_state)
+
+
+def _on_lists(
+    func: Any, name: str, leaves: list[ShardedParameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    out = func(*pytree.tree_map(_local, args), **pytree.tree_map(_local, kwargs))
+    _changed(_written(func, args, kwargs))
+    if not func._schema.returns:
+        return None
+    if name.endswith("_"):
+        return args[0]
+    sources = args[0]
+    return [s.like(o, state=True) if isinstance(s, ShardedParameter) else o for s, o in zip(sources, out)]
+
+
+def _local(x: Any) -> Any:
+    return x.local if isinstance(x, ShardedParameter) else x
+
+
+def _combine(partials: Tensor, order: float, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """Per-tensor norms (n,) of pieces -> norms of the whole."""
+    if order == math.inf:
+        return reduce(partials, "max")
+    if order == 0:
+        return reduce(partials, "sum")
+    return reduce(partials.pow(order), "sum").pow(1.0 / order)
+
+
+def _piece_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    if piece.numel() == 0:
+        return torch.zeros((), dtype=dtype or piece.dtype, device=piece.device)
+    return torch.linalg.vector_norm(piece, order, dtype=dtype)
+
+
+def _norm(func: Any, first: ShardedParameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    order = args[1] if len(args) > 1 else 2
+    order = 2 if order is None else float(order)
+    dims = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dims not in (None, []) or order < 0 or (len(args) > 3 and args[3]) or kwargs.get("keepdim"):
+        _refuse(first, f"{func} along a dimension or of negative order")
+    binding = first._bound(func)
+    return _combine(_piece_norm(first.local, order, kwargs.get("dtype")).reshape(1), order, binding.reduce)[0]
+
+
+def _foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """One reduction for the whole list."""
+    tensors = args[0]
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    first = next(t for t in tensors if isinstance(t, ShardedParameter))
+    if order < 0:
+        _refuse(first, "a norm of negative order")
+    sharded = [i for i, t in enumerate(tensors) if isinstance(t, ShardedParameter)]
+    result = [
+        None if isinstance(t, ShardedParameter) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
+    ]
+    dtypes = {tensors[i].dtype for i in sharded}
+    for kind in sorted(dtypes, key=str):
+        members = [i for i in sharded if tensors[i].dtype == kind]
+        partials = torch.stack([_piece_norm(tensors[i].local, order, dtype) for i in members])
+        for i, value in zip(members, _combine(partials, order, first._bound("a norm").reduce).unbind()):
+            result[i] = value
+    return result  # type: ignore[return-value]

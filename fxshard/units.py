@@ -1,0 +1,203 @@
+"""Which parameters are gathered and freed together: from a model to named units, in registration order.
+
+The default makes each element of a repeated ModuleList or Sequential of same-class blocks a unit; the rest is the root.
+The root is split where units lie between its parameters (embeddings before the blocks, final norm and head after them):
+as one FlatParameter the head's reduce would have to wait for the embedding's gradient.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fxshard.ir.layout import FlatParameter, ParameterSpec, contiguous_stride, is_dense
+from fxshard.options import MixedPrecision
+
+ROOT = "(root)"
+
+
+@dataclass(frozen=True)
+class BytesOfFirstUse:
+    """Units of about `num_bytes` of parameters each, in order of first use in the captured graph.
+
+    Units need not be modules: the graph knows the order. Needs `example_inputs`, since a graph is needed first.
+    """
+
+    num_bytes: int
+
+
+UnitsOption = str | type | Sequence[Any] | Callable[[str, nn.Module], bool] | BytesOfFirstUse
+
+
+@dataclass
+class Unit:
+    """`parameters` are (fqn, parameter) in registration order. The root may come in several of these, its parts."""
+
+    name: str
+    parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    is_root: bool = False
+
+
+def named_parameters_with_aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter once, with all its names, in registration order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(fqn)
+    return names
+
+
+def unit_modules(model: nn.Module, units: UnitsOption) -> list[str]:
+    """Names of the modules that become units; outermost wins where one lies in another."""
+    modules = dict(model.named_modules())
+    modules.pop("", None)
+    if units == "auto":
+        chosen = _repeated_blocks(model)
+    elif units == "none":
+        chosen = []
+    elif isinstance(units, str):
+        chosen = _by_pattern(modules, units)
+    elif isinstance(units, type):
+        chosen = _by_class(modules, units)
+    elif isinstance(units, (list, tuple, set, frozenset)):
+        found: set[str] = set()
+        for item in units:
+            found.update(_by_class(modules, item) if isinstance(item, type) else _by_pattern(modules, item))
+        chosen = [name for name in modules if name in found]
+    elif callable(units):
+        chosen = [name for name, module in modules.items() if units(name, module)]
+    else:
+        raise TypeError(
+            f"units={units!r} is not understood. Allowed: 'auto', 'none', an FQN pattern ('layers.*'), a module class, "
+            "a list of these, a callable (name, module) -> bool, or BytesOfFirstUse(num_bytes)"
+        )
+    outermost: list[str] = []
+    for name in chosen:
+        if not any(name.startswith(outer + ".") for outer in outermost):
+            outermost.append(name)
+    return outermost
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    chosen = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        children = list(module)
+        if len({type(c) for c in children}) == 1 and all(next(c.parameters(), None) is not None for c in children):
+            chosen += [f"{name}.{key}" if name else key for key in module._modules]
+    return chosen
+
+
+def _by_class(modules: dict[str, nn.Module], wanted: type) -> list[str]:
+    found = [name for name, module in modules.items() if isinstance(module, wanted)]
+    if not found:
+        classes = sorted({type(m).__name__ for m in modules.values()})
+        raise ValueError(f"units={wanted.__name__}: no module of this class. Classes here: {', '.join(classes)}")
+    return found
+
+
+def _by_pattern(modules: dict[str, nn.Module], pattern: Any) -> list[str]:
+    if not isinstance(pattern, str):
+        raise TypeError(f"units holds {pattern!r}: a module class or an FQN pattern was expected")
+    found = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+    if not found:
+        close = difflib.get_close_matches(pattern, modules, n=3)
+        hint = f" Close names: {', '.join(close)}" if close else ""
+        raise ValueError(f"units={pattern!r} matches no module; allowed words are 'auto' and 'none'.{hint}")
+    return found
+
+
+def partition(model: nn.Module, units: UnitsOption) -> list[Unit]:
+    """The model's parameters as units, registration order.
+
+    A parameter tied across units belongs to the root (the lowest module above both), once. Raises ValueError for a
+    model without parameters.
+    """
+    names = named_parameters_with_aliases(model)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    modules = unit_modules(model, units)
+    module_set = set(modules)
+
+    def owner(fqn: str) -> str:
+        parts = fqn.split(".")
+        for end in range(1, len(parts)):
+            if (prefix := ".".join(parts[:end])) in module_set:
+                return prefix
+        return ROOT
+
+    result: dict[str, Unit] = {}
+    part, last = 0, ROOT
+    for parameter, fqns in names.items():
+        owners = {owner(fqn) for fqn in fqns}
+        unit = owners.pop() if len(owners) == 1 else ROOT
+        if unit == ROOT and last != ROOT:
+            part += 1
+        key, last = f"{ROOT}.{part}" if unit == ROOT else unit, unit
+        result.setdefault(key, Unit(unit, is_root=unit == ROOT)).parameters.append((fqns[0], parameter))
+    return list(result.values())
+
+
+def units_by_bytes(model: nn.Module, order: Sequence[str], num_bytes: int) -> list[Unit]:
+    """Units of about `num_bytes` in the given order of first use; parameters never used come last."""
+    names = named_parameters_with_aliases(model)
+    by_name = {fqns[0]: p for p, fqns in names.items()}
+    ordered = [fqn for fqn in order if fqn in by_name]
+    ordered += [fqn for fqn in by_name if fqn not in set(ordered)]
+    result: list[Unit] = []
+    size = num_bytes
+    for fqn in ordered:
+        parameter = by_name[fqn]
+        if size >= num_bytes:
+            result.append(Unit(f"bytes.{len(result)}"))
+            size = 0
+        result[-1].parameters.append((fqn, parameter))
+        size += parameter.numel() * parameter.element_size()
+    return result
+
+
+def storage_stride(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The stride the whole parameter will have: its own where it is dense (channels_last stays), else contiguous."""
+    shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+    return stride if is_dense(shape, stride) else contiguous_stride(shape)
+
+
+def flat_parameters(
+    model: nn.Module, units: Sequence[Unit], F: int, precision: MixedPrecision
+) -> dict[str, FlatParameter]:
+    """One FlatParameter per (dtype, requires_grad) in a unit (the root: in each of its parts), by name.
+
+    A name is the unit's, with `[dtype]` or `[dtype, frozen]` where the unit has several, and `(root).1` for a second part.
+    """
+    aliases = named_parameters_with_aliases(model)
+    root_parts = sum(unit.is_root for unit in units)
+    flats: dict[str, FlatParameter] = {}
+    part = 0
+    for unit in units:
+        base = unit.name
+        if unit.is_root and root_parts > 1:
+            base, part = f"{ROOT}.{part}", part + 1
+        groups: dict[tuple[Any, bool], list[ParameterSpec]] = {}
+        for fqn, p in unit.parameters:
+            spec = ParameterSpec(
+                fqn, tuple(p.shape), storage_stride(p), p.dtype, p.requires_grad, tuple(aliases[p][1:])
+            )
+            groups.setdefault((p.dtype, p.requires_grad), []).append(spec)
+        dtypes = {dtype for dtype, _ in groups}
+        for (dtype, requires_grad), specs in groups.items():
+            marks = []
+            if len(dtypes) > 1:
+                marks.append(str(dtype).removeprefix("torch."))
+            if len(groups) > len(dtypes) and not requires_grad:
+                marks.append("frozen")
+            name = f"{base}[{', '.join(marks)}]" if marks else base
+            castable = dtype.is_floating_point
+            param_dtype = precision.param if castable and precision.param is not None else dtype
+            reduce_dtype = precision.reduce if castable and precision.reduce is not None else param_dtype
+            flats[name] = FlatParameter.build(name, unit.name, unit.is_root, tuple(specs), F, param_dtype, reduce_dtype)
+    return flats

@@ -1,0 +1,66 @@
+"""The passes: each one file, one name. `default_passes` is the pipeline, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fxshard.passes.backward_prefetch import BackwardPrefetch
+from fxshard.passes.base import Pass
+from fxshard.passes.forward_overlap import ForwardOverlap
+from fxshard.passes.insert_frees import InsertFrees
+from fxshard.passes.insert_gathers import InsertGathers
+from fxshard.passes.insert_reduces import InsertReduces
+from fxshard.passes.keep_root_resident import KeepRootResident
+from fxshard.passes.manager import run
+from fxshard.passes.plan_memory import PlanMemory
+from fxshard.passes.rate_limit import RateLimit
+
+from fxshard.options import Options
+
+__all__ = [
+    "BackwardPrefetch",
+    "ForwardOverlap",
+    "InsertFrees",
+    "InsertGathers",
+    "InsertReduces",
+    "KeepRootResident",
+    "Pass",
+    "PlanMemory",
+    "RateLimit",
+    "default_passes",
+    "pipeline",
+    "run",
+]
+
+
+def default_passes(options: Options) -> list[Pass]:
+    """The default pipeline for these options."""
+    resident = options.keep_root_resident or not options.reshard_after_forward
+    passes: list[Pass | None] = [
+        InsertGathers(),  # the model reads whole parameters
+        InsertReduces(),  # every rank ends with the mean gradient
+        InsertFrees(),  # nothing stays gathered longer than it is read
+        KeepRootResident(not options.reshard_after_forward) if resident else None,  # the root is used last and first
+        BackwardPrefetch(options.backward_prefetch) if options.backward_prefetch else None,  # AG(u-1) before RS(u)
+        ForwardOverlap(options.forward_prefetch) if options.forward_prefetch else None,  # AG(u+1) before the work of u
+        RateLimit(options.rate_limit, options.rate_limit_bytes),  # what runs ahead is bounded
+        PlanMemory(),  # last: it needs the final order
+    ]
+    return [p for p in passes if p is not None]
+
+
+def pipeline(options: Options) -> list[Pass]:
+    """The default passes with the user's: a list goes in before plan-memory; a callable maps the default list to the whole."""
+    passes = default_passes(options)
+    extra: Any = options.passes
+    if extra is None:
+        return passes
+    if callable(extra):
+        passes = list(extra(passes))
+    elif isinstance(extra, Sequence):
+        passes[-1:-1] = list(extra)
+    for p in passes:
+        if not isinstance(p, Pass):
+            raise TypeError(f"passes holds {p!r}: an instance of fxshard.passes.Pass was expected")
+    return passes

@@ -1,0 +1,62 @@
+"""Keep the root gathered from forward to backward.
+
+Why      The root's last parameters are used last in forward and first in backward: freeing and gathering them again in
+         between is exposed and frees nothing for long.
+Assumes  gathers-inserted, frees-inserted.
+Gives    residents-kept: a resident FlatParameter has one AG a step, no FREE in forward, and a `resident` input in backward
+         whose FREE ends its residency.
+Keeps    Values bit for bit.
+Costs    Peak memory: the root's gathered bytes through the whole step (all units' with `everything`).
+Source   FSDP paper, section 3.3.1; `reshard_after_forward` of torch.distributed.fsdp.fully_shard.
+
+Residency belongs to a call: the runtime holds the buffer as long as the call's backward may come. A FlatParameter that
+backward does not read (an embedding) is not kept. A forward-only schedule keeps nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxshard.passes.base import Pass
+
+from fxshard.ir import NodeInfo, Remarks, Schedule
+from fxshard.ir.schedule import INFO, identifier, info
+
+
+@dataclass(frozen=True)
+class KeepRootResident(Pass):
+    name: ClassVar[str] = "keep-root-resident"
+    requires: ClassVar[tuple[str, ...]] = ("gathers-inserted", "frees-inserted")
+    provides: ClassVar[tuple[str, ...]] = ("residents-kept",)
+
+    everything: bool = False
+    """Keep every unit, not only the root (no reshard after forward)."""
+
+    def apply(self, schedule: Schedule, remarks: Remarks) -> None:
+        forward, backward = schedule.forward, schedule.backward
+        if backward is None:
+            return
+        for flat in schedule.flats.values():
+            if not (flat.is_root or self.everything):
+                continue
+            freed, full = forward.one("free", flat.name), backward.full(flat.name)
+            if freed is None:
+                remarks.missed(flat.name, "not gathered in forward")
+                continue
+            if full is None:
+                remarks.missed(flat.name, "backward does not read it: freed after forward")
+                continue
+            forward.graph.erase_node(freed)
+            body = next(n for n in backward.graph.nodes if n.op != "placeholder")
+            with backward.graph.inserting_before(body):
+                name = identifier(f"resident_{flat.name}")
+                resident = backward.graph.create_node("placeholder", name, name=name)
+            resident.meta[INFO] = NodeInfo("resident", flat.name, flat.unit, by=self.name, num_bytes=flat.full_bytes)
+            full.replace_all_uses_with(resident)
+            for kind in ("wait", "all_gather", "cast_shard", "shard"):
+                for node in reversed(backward.nodes(kind, flat.name)):
+                    if not node.users and info(node).queue in ("compute", "unshard"):
+                        backward.graph.erase_node(node)
+            schedule.resident.add(flat.name)
+            remarks.passed(flat.name, f"kept from forward to backward, {flat.full_bytes} bytes")

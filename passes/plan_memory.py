@@ -1,0 +1,157 @@
+"""Give every communication buffer a fixed slot of one arena.
+
+Why      A steady step must not allocate; a caching allocator over several streams holds more than it needs.
+Assumes  gathers-inserted, reduces-inserted, frees-inserted; the order is final.
+Gives    memory-planned: `node.meta["slot"]` of each AG, CAST, FLAT, RS and AR that needs memory, 16-byte aligned, by interval
+         colouring; a slot names the node whose end frees its bytes for it; `schedule.memory` holds the totals.
+Keeps    Everything but the meta.
+Costs    The arena's size, stated in `schedule.memory`.
+Source   FSDP paper, section 3.4 (what the caching allocator does instead); register allocation by linear scan.
+
+Lives: a gathered buffer from AG to FREE; a cast from CAST to the WAIT of its gather; a gradient buffer from FLAT to the end of
+its reduce; reduce output and staging from RS to ACC. Residents have memory of their own. Phases share the arena: every
+queue joins the compute queue at the end of a phase.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxshard.passes.base import Pass
+from torch import fx
+
+from fxshard.ir import FlatParameter, Phase, Remarks, Schedule, Slot
+from fxshard.ir.layout import ALIGNMENT_BYTES
+from fxshard.ir.schedule import bytes_text, info
+
+
+@dataclass
+class _Buffer:
+    """`node` makes it, `end` is the last node that needs it; positions are in issue order."""
+
+    node: fx.Node
+    end: fx.Node
+    num_bytes: int
+    start_position: int
+    end_position: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class PlanMemory(Pass):
+    name: ClassVar[str] = "plan-memory"
+    requires: ClassVar[tuple[str, ...]] = ("gathers-inserted", "reduces-inserted", "frees-inserted")
+    provides: ClassVar[tuple[str, ...]] = ("memory-planned",)
+
+    def apply(self, schedule: Schedule, remarks: Remarks) -> None:
+        memory = schedule.memory
+        memory.resident_bytes = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
+        for phase in schedule.phases:
+            buffers = _lives(schedule, phase)
+            memory.arena_bytes = max(memory.arena_bytes, _colour(buffers))
+            gathered = _peak([b for b in buffers if _is_gathered(b.node)])
+            memory.peak_gathered_bytes = max(memory.peak_gathered_bytes, gathered + memory.resident_bytes)
+            gradients = _peak(
+                [b for b in buffers if info(b.node).kind in ("flatten_grads", "reduce_scatter", "all_reduce")]
+            )
+            memory.peak_gradient_bytes = max(memory.peak_gradient_bytes, gradients)
+        remarks.passed(
+            "(all)", f"arena {bytes_text(memory.arena_bytes)}, residents {bytes_text(memory.resident_bytes)}"
+        )
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    found = info(node)
+    return found.kind == "all_gather" or (found.kind == "cast_shard" and found.queue == "compute")
+
+
+def _aligned(num_bytes: int) -> int:
+    return math.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def reduce_bytes(schedule: Schedule, flat: FlatParameter) -> tuple[int, int]:
+    """Bytes of a ReduceScatter's output (held * S,) and of its staging: the chunks of the other ranks."""
+    output = (
+        schedule.held_shards * flat.shard_numel * (flat.reduce_dtype if schedule.replicas > 1 else flat.dtype).itemsize
+    )
+    staging = (flat.F - 1) * flat.shard_numel * flat.reduce_dtype.itemsize if schedule.direct_exchange else 0
+    return _aligned(output), _aligned(staging)
+
+
+def all_reduce_bytes(schedule: Schedule, flat: FlatParameter) -> int:
+    """Bytes of an AllReduce's staging: this rank's part of the shard from each other replica."""
+    part = math.ceil(flat.shard_numel / schedule.replicas)
+    return _aligned((schedule.replicas - 1) * part * flat.reduce_dtype.itemsize) if schedule.direct_exchange else 0
+
+
+def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
+    position = {node: i for i, node in enumerate(phase.graph.nodes)}
+    buffers = []
+
+    def add(node: fx.Node, end: fx.Node, num_bytes: int) -> None:
+        if num_bytes:
+            buffers.append(_Buffer(node, end, _aligned(num_bytes), position[node], position[end]))
+
+    for node in phase.graph.nodes:
+        found = info(node)
+        if found.flat is None or found.flat not in schedule.flats:
+            continue
+        flat = schedule.flats[found.flat]
+        if found.kind == "all_gather" and found.flat not in schedule.resident:
+            add(node, phase.one("free", found.flat) or phase.output, flat.full_bytes)
+        elif found.kind == "cast_shard":
+            if flat.F > 1:
+                gather = next(iter(node.users))
+                add(node, next(iter(gather.users)), found.num_bytes)
+            elif found.flat not in schedule.resident:
+                add(node, phase.one("free", found.flat) or phase.output, found.num_bytes)
+        elif found.kind in ("flatten_grads", "reduce_scatter", "all_reduce"):
+            end = phase.one("accumulate_grad", found.flat)
+            assert end is not None
+            if found.kind == "flatten_grads":
+                value = end.args[0]  # with a collective, the wait: what it read is no longer needed
+                last = value if isinstance(value, fx.Node) and info(value).kind == "wait" and flat.F > 1 else end
+                add(node, last, flat.grad_bytes)
+            elif found.kind == "reduce_scatter":
+                add(node, end, sum(reduce_bytes(schedule, flat)))
+            else:
+                add(node, end, all_reduce_bytes(schedule, flat))
+    return buffers
+
+
+def _colour(buffers: list[_Buffer]) -> int:
+    """First fit in order of start; returns the bytes used. Stamps the slots."""
+    placed: list[_Buffer] = []
+    total = 0
+    for buffer in sorted(buffers, key=lambda b: (b.start_position, -b.num_bytes)):
+        alive = sorted(
+            (b for b in placed if b.end_position >= buffer.start_position and b.start_position <= buffer.end_position),
+            key=lambda b: b.offset,
+        )
+        offset = 0
+        for other in alive:
+            if offset + buffer.num_bytes <= other.offset:
+                break
+            offset = max(offset, other.offset + other.num_bytes)
+        buffer.offset = offset
+        before = [
+            b for b in placed
+            if b not in alive and b.offset < offset + buffer.num_bytes and offset < b.offset + b.num_bytes
+        ]  # fmt: skip
+        latest = max(before, key=lambda b: b.end_position, default=None)
+        after = (latest.end.name,) if latest is not None else ()
+        buffer.node.meta["slot"] = Slot(offset, buffer.num_bytes, after)
+        placed.append(buffer)
+        total = max(total, offset + buffer.num_bytes)
+    return total
+
+
+def _peak(buffers: list[_Buffer]) -> int:
+    """Most bytes alive at once; a buffer is alive from its node up to and including its end."""
+    peak = 0
+    for buffer in buffers:
+        here = buffer.start_position
+        peak = max(peak, sum(b.num_bytes for b in buffers if b.start_position <= here <= b.end_position))
+    return peak

@@ -1,0 +1,141 @@
+"""Bound the gathered buffers issued and not yet freed, and the gradient buffers waiting for their reduce.
+
+Why      A host that runs ahead issues every gather it meets; memory then grows with the model, not with the bound. A limit on
+         gathers alone leaves the gradient buffers (in a report a peak of 7.2 GB became 10.3).
+Assumes  gathers-inserted, frees-inserted, reduces-inserted.
+Gives    rate-limited: at most `limit` gathered buffers (residents not counted) and at most `limit_bytes` of them at any
+         point of the issue order, and `throttle` edges that hold a stream to the same bound; at most `limit` gradient
+         buffers between FLAT and the end of their reduce.
+Keeps    Values bit for bit; the order of gathers among themselves, and of reduces.
+Costs    Overlap, where the limit is tighter than what prefetching asked for.
+Source   FSDP paper, section 3.4.2 (two in flight is the least that still overlaps).
+
+A limit below what the graph needs at once (an operator that reads two units) is an error naming the units.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxshard.passes.base import Pass
+from torch import fx
+
+from fxshard.errors import ScheduleError
+from fxshard.ir import Phase, Remarks, Schedule, ops
+from fxshard.ir.schedule import describe, info
+
+
+@dataclass(frozen=True)
+class RateLimit(Pass):
+    name: ClassVar[str] = "rate-limit"
+    requires: ClassVar[tuple[str, ...]] = ("gathers-inserted", "frees-inserted", "reduces-inserted")
+    provides: ClassVar[tuple[str, ...]] = ("rate-limited",)
+
+    limit: int | None = 2
+    """Gathered buffers in flight, and gradient buffers waiting; None = no bound."""
+    limit_bytes: int | None = None
+    """Bytes of gathered buffers in flight; None = no bound."""
+
+    def apply(self, schedule: Schedule, remarks: Remarks) -> None:
+        for phase in schedule.phases:
+            self._limit_gathers(schedule, phase, remarks)
+            if self.limit is not None:
+                self._throttle(schedule, phase)
+                self._limit_gradients(phase, remarks)
+        schedule.rate_limit = self.limit
+
+    def _limit_gathers(self, schedule: Schedule, phase: Phase, remarks: Remarks) -> None:
+        alive: dict[str, int] = {}
+        held_back: deque[fx.Node] = deque()
+
+        def fits(gather: fx.Node) -> bool:
+            count = self.limit is None or len(alive) < self.limit
+            size = self.limit_bytes is None or sum(alive.values()) + info(gather).num_bytes <= self.limit_bytes
+            return count and size
+
+        def issue(gather: fx.Node) -> None:
+            alive[info(gather).flat or ""] = info(gather).num_bytes
+
+        for node in list(phase.graph.nodes):
+            kind, flat = info(node).kind, info(node).flat or ""
+            if kind == "all_gather" and flat not in schedule.resident:
+                if not held_back and fits(node):
+                    issue(node)
+                else:
+                    held_back.append(node)
+            elif kind == "wait" and node.args[0] in held_back:
+                while node.args[0] in held_back:
+                    gather = held_back.popleft()
+                    if not fits(gather):
+                        self._refuse(schedule, phase, alive, gather)
+                    phase.move_before(gather, node, self.name)
+                    issue(gather)
+                    remarks.passed(info(gather).flat or "", f"AG held back to {describe(node)}")
+            elif kind == "free" and flat in alive:
+                del alive[flat]
+                after = node
+                while held_back and fits(held_back[0]):
+                    gather = held_back.popleft()
+                    phase.move_before(gather, after.next, self.name)
+                    issue(gather)
+                    after = gather
+                    remarks.passed(info(gather).flat or "", f"AG held back to {describe(node)}")
+
+    def _refuse(self, schedule: Schedule, phase: Phase, alive: dict[str, int], gather: fx.Node) -> None:
+        flat = info(gather).flat or ""
+        units = [*alive, flat]
+        needed = len(units)
+        sizes = sum(alive.values()) + info(gather).num_bytes
+        over_count = self.limit is not None and needed > self.limit
+        what = (
+            f"rate_limit={self.limit} is below the {needed} gathered buffers"
+            if over_count
+            else f"rate_limit_bytes={self.limit_bytes} is below the {sizes} bytes"
+        )
+        use = phase.first_use(flat)
+        where = f", where {describe(use)} reads '{flat}'" if use is not None else ""
+        raise ScheduleError(
+            f"{what} that {phase.name} needs at once: {', '.join(map(repr, units))}{where}. "
+            f"Raise it to at least {needed if over_count else sizes}, or put these parameters into one unit"
+        )
+
+    def _throttle(self, schedule: Schedule, phase: Phase) -> None:
+        """AG number k waits for free number k - limit: the stream obeys the bound, not only the issue order."""
+        assert self.limit is not None
+        gathers, frees, gathered = 0, [], {info(g).flat for g in phase.all_gathers} - schedule.resident
+        for node in list(phase.graph.nodes):
+            found = info(node)
+            if found.kind == "free" and found.flat in gathered:
+                frees.append(node)
+            elif found.kind == "all_gather" and found.flat in gathered:
+                needed = gathers - (self.limit - 1)
+                if needed > 0 and found.flat is not None:
+                    with phase.graph.inserting_before(node):
+                        phase.call(
+                            ops.throttle, (frees[needed - 1], found.flat), flat=schedule.flats[found.flat], by=self.name
+                        )
+                gathers += 1
+
+    def _limit_gradients(self, phase: Phase, remarks: Remarks) -> None:
+        """Before gradient buffer k is filled, the reduce of buffer k - limit has ended and reached `.grad`."""
+        assert self.limit is not None
+        waiting: deque[str] = deque()
+        for node in phase.nodes("flatten_grads"):
+            flat = info(node).flat or ""
+            if len(waiting) == self.limit:
+                oldest = waiting.popleft()
+                for member in _completion(phase, oldest):
+                    if node < member:
+                        phase.move_before(member, node, self.name)
+                remarks.passed(oldest, f"its reduce ends before {describe(node)}")
+            waiting.append(flat)
+
+
+def _completion(phase: Phase, flat: str) -> list[fx.Node]:
+    """The compute-queue WAIT of a reduce and what hands the gradient out; nothing where no collective is needed."""
+    accumulate = phase.one("accumulate_grad", flat)
+    assert accumulate is not None
+    extra = [n for n in accumulate.all_input_nodes if info(n).kind == "wait"]
+    return [*sorted(extra), accumulate]

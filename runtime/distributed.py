@@ -1,0 +1,189 @@
+"""Worlds over torch.distributed: gloo by direct exchange on CPUs, NCCL on CUDA."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fxshard.runtime.direct import DirectGroup
+from fxshard.runtime.world import DONE, Issue, Pending, World
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxshard.errors import AgreementError
+from fxshard.ir import FlatParameter
+from fxshard.options import check_factor
+
+
+class DistributedWorld(World):
+    """Ranks of the default process group; groups from a 2-D mesh (replicate, shard), or made here.
+
+    Rank r is shard rank r % F of replica r // F: the F consecutive ranks that share a host share a copy.
+    """
+
+    def __init__(self, F: int, device: torch.device, mesh: DeviceMesh | None = None):
+        self.rank, self.W = dist.get_rank(), dist.get_world_size()
+        self.data_ranks, self.held, self.device = self.W, 1, device
+        if mesh is not None:
+            F = self._check_mesh(mesh)
+        self.F = check_factor(F, self.W)
+        if mesh is not None:
+            grid = mesh.mesh.tolist()
+        else:
+            grid = [[replica * self.F + s for s in range(self.F)] for replica in range(self.W // self.F)]
+        self.grid = grid
+        self.control = dist.new_group(backend="gloo")
+        row, column = next((i, r.index(self.rank)) for i, r in enumerate(grid) if self.rank in r)
+        self.replica_rank, self.shard_rank = row, column
+        self.shard_ranks = grid[row]
+        self.replica_ranks = [r[column] for r in grid]
+        if mesh is not None:
+            self.shard_group, self.replica_group = mesh.get_group(1), mesh.get_group(0)
+        else:
+            self.shard_group = _own_group(grid, self.rank)
+            self.replica_group = _own_group([list(c) for c in zip(*grid)], self.rank)
+        self._topics: dict[str, int] = {}
+
+    def _check_mesh(self, mesh: DeviceMesh) -> int:
+        if mesh.ndim != 2 or mesh.size() != self.W:
+            raise ValueError(
+                f"mesh has shape {tuple(mesh.mesh.shape)}; a 2-D mesh (replicate, shard) over all {self.W} ranks was expected"
+            )
+        return mesh.size(1)
+
+    def reduce_small(self, values: Tensor, op: str) -> Tensor:
+        if self.F == 1:
+            return values
+        result = values.detach().clone()
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        dist.all_reduce(result, operation, group=self.shard_group)
+        return result
+
+    def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
+        full = torch.empty(part.numel() * self.F, dtype=part.dtype, device=part.device)
+        if self.F == 1:
+            full.copy_(part)
+        elif part.numel():
+            dist.all_gather_into_tensor(
+                full.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.shard_group
+            )
+        return full
+
+    def scatter_from_first(self, flat: FlatParameter, full: Tensor) -> Tensor:
+        part = torch.empty(flat.shard_numel, dtype=full.dtype, device=full.device)
+        chunks = None
+        if self.rank == 0 and flat.shard_numel:
+            pieces = [c.view(torch.uint8) for c in full.split(flat.shard_numel)]
+            column = {r: c for row in self.grid for c, r in enumerate(row)}
+            chunks = [pieces[column[r]] for r in range(self.W)]
+        if flat.shard_numel:
+            dist.scatter(part.view(torch.uint8), chunks, src=0)
+        return part
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor, src=0)
+
+    def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        vector = torch.tensor(flags, dtype=torch.uint8)
+        work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.control, async_op=True)
+
+        def answer() -> list[bool]:
+            work.wait()
+            return [bool(v) for v in vector.tolist()]
+
+        return answer
+
+    def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
+        """Through the store of the default group. Raises AgreementError naming the ranks that did not come in time."""
+        store = dist.distributed_c10d._get_default_store()
+        number = self._topics[topic] = self._topics.get(topic, 0) + 1
+        prefix = f"fxshard/{topic}/{number}"
+        store.set(f"{prefix}/{self.rank}", json.dumps(text))
+        keys = [f"{prefix}/{r}" for r in range(self.W)]
+        try:
+            store.wait(keys, datetime.timedelta(seconds=timeout_s))
+        except dist.DistStoreError as error:
+            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+            raise AgreementError(
+                f"rank {self.rank} waited {timeout_s:g} s for rank{'s' if len(missing) > 1 else ''} "
+                f"{', '.join(map(str, missing))} to reach '{topic}'; they did not. Look at their output first"
+            ) from error
+        return [json.loads(store.get(key)) for key in keys]
+
+
+def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Make every group (all ranks must take part in each) and return the one `rank` is in."""
+    mine = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+class GlooWorld(DistributedWorld):
+    """CPU ranks over gloo."""
+
+    kind = "gloo"
+    direct_exchange = True
+
+    def __init__(self, F: int, mesh: DeviceMesh | None = None):
+        super().__init__(F, torch.device("cpu"), mesh)
+        self.shard_exchange = DirectGroup(self.shard_ranks, self.shard_group, self.shard_rank)
+        self.replica_exchange = DirectGroup(self.replica_ranks, self.replica_group, self.replica_rank)
+        self.helper = ThreadPoolExecutor(1, thread_name_prefix="fxshard-replicate")
+
+    def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
+        issue = self.shard_exchange.bind_all_gather(shard, full)
+        return lambda previous: issue()
+
+    def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
+        assert staging is not None
+        issue = self.shard_exchange.bind_reduce_scatter(buffer, out, staging)
+        return lambda previous: issue()
+
+    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
+        assert staging is not None
+        return self.replica_exchange.bind_all_reduce(value, staging, self.helper)
+
+    def close(self) -> None:
+        self.helper.shutdown(wait=False)
+
+
+class NcclWorld(DistributedWorld):
+    """CUDA ranks over NCCL. The wire dtype is the sum's dtype too: NCCL adds in what it sends."""
+
+    kind = "nccl"
+
+    def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
+        def issue(previous: Any) -> Pending:
+            dist.all_gather_into_tensor(full, shard, group=self.shard_group)
+            return DONE
+
+        return issue
+
+    def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
+        part = out if out.dtype == buffer.dtype else None
+
+        def issue(previous: Any) -> Pending:
+            target = part if part is not None else torch.empty(out.shape, dtype=buffer.dtype, device=out.device)
+            dist.reduce_scatter_tensor(target, buffer, group=self.shard_group)
+            if target is not out:
+                out.copy_(target)
+            return DONE
+
+        return issue
+
+    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
+        def issue(previous: Any) -> Pending:
+            dist.all_reduce(value, group=self.replica_group)
+            return DONE
+
+        return issue

@@ -1,0 +1,477 @@
+"""Runs schedules: binds every communication node to its buffers, streams and collectives, then runs the lowered phases.
+
+[Note: order on streams]
+Each communication node runs on its queue. What a node reads was written on another queue before: the reader waits for an event
+recorded there. At the start of a phase every queue waits for `compute` (the optimizer wrote the shards there; the last
+phase ended there). A slot is reused behind the event that ended its last use. All waits of a phase are on `compute`, so
+at its end nothing is under way. The host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
+from fxshard.runtime.lowering import Lowered, lower
+from fxshard.runtime.storage import FlatStorage
+from fxshard.runtime.streams import QUEUES, CudaStreams, Streams
+from fxshard.runtime.world import Pending, World
+from torch import Tensor, fx, nn
+
+from fxshard.ir import Phase, Schedule, Slot
+from fxshard.ir.schedule import info
+from fxshard.ir.specialise import specialise
+from fxshard.parameter import Generation
+
+
+class Call:
+    """One forward under way: what its backward needs to know. Alive as long as its backward may come."""
+
+    __slots__ = ("generation", "released")
+
+    def __init__(self, generation: int):
+        self.generation = generation
+        self.released = False
+
+
+class Executor:
+    """Memory, streams and collectives of one model on this process; programs are made for its schedules."""
+
+    def __init__(
+        self, storages: dict[str, FlatStorage], world: World, generation: Generation, *, debug: bool = False,
+        streams: Streams | None = None,
+    ):  # fmt: skip
+        self.storages, self.world, self.generation, self.debug = storages, world, generation, debug
+        on_cuda = world.device.type == "cuda"
+        self.streams = streams or (CudaStreams(world.device) if on_cuda else Streams())
+        self.arena = self._memory(0)
+        self.residents: dict[str, Tensor] = {}
+        self.programs: list[Program] = []
+        self.running: str | None = None
+        self.events: list[tuple[str, str, str]] | None = None
+        """When a list: every communication node as it is executed, (phase, kind, flat). Set by `observe`."""
+        self.random = random.Random(0)
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        # A tensor born in inference mode could never be written outside it.
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
+
+    def program(self, schedule: Schedule, root: nn.Module) -> Program:
+        """A program for a schedule. It is lowered when it first runs: this is called while tensors are fake."""
+        program = Program(self, schedule, root)
+        self.programs.append(program)
+        return program
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make the arena at least this large; programs lowered before are bound anew to a larger one."""
+        if num_bytes > self.arena.numel():
+            self.arena = self._memory(num_bytes)
+            for p in self.programs:
+                p.unbind()
+
+    def observe(self) -> list[tuple[str, str, str]]:
+        """From now on record each communication node as it runs; returns the list that grows."""
+        self.events = []
+        for p in self.programs:
+            p.unbind()
+        return self.events
+
+    def resident(self, flat: str) -> Tensor:
+        """The buffer of a resident FlatParameter, outside the arena; made when first asked for."""
+        if flat not in self.residents:
+            layout = self.storages[flat].flat
+            with torch.inference_mode(False):
+                self.residents[flat] = torch.empty(
+                    layout.padded_numel, dtype=layout.param_dtype, device=self.world.device
+                )
+        return self.residents[flat]
+
+    def slot(self, slot: Slot, dtype: torch.dtype, numel: int) -> Tensor:
+        """A typed view (numel,) of the arena at a slot."""
+        num_bytes = numel * dtype.itemsize
+        assert num_bytes <= slot.num_bytes, f"{num_bytes} bytes asked of a slot of {slot.num_bytes}"
+        return self.arena[slot.offset : slot.offset + num_bytes].view(dtype)
+
+    def gather_now(self, flat: str) -> None:
+        """Fill a resident buffer outside the schedule (a second backward over a retained graph)."""
+        storage = self.storages[flat]
+        shard = storage.shard.to(storage.flat.param_dtype)
+        self.resident(flat).copy_(self.world.gather_flat(storage.flat, shard) if storage.flat.F > 1 else shard)
+
+
+class Program:
+    """A schedule made runnable. Backward is lowered once for each set of outputs that got a gradient."""
+
+    def __init__(self, executor: Executor, schedule: Schedule, root: nn.Module):
+        self.executor, self.schedule, self.root = executor, schedule, root
+        self._forward: Lowered | None = None
+        self._backward: dict[tuple[bool, ...], Lowered] = {}
+        self._given = False
+        self._call: Call | None = None
+
+    def unbind(self) -> None:
+        """Forget lowered code: buffers have moved or are to be observed."""
+        self._forward = None
+        self._backward.clear()
+
+    def source(self, phase: str = "forward", given: tuple[bool, ...] | None = None) -> str:
+        """The lowered code of a phase as text."""
+        if phase != "backward":
+            return self._forward_code().source
+        backward = self.schedule.backward
+        if backward is None:
+            raise ValueError("this schedule has no backward: it was captured under no_grad or inference_mode")
+        tangents = sum(n.name.startswith("tangents") for n in backward.graph.find_nodes(op="placeholder"))
+        return self._backward_code(given or (True,) * tangents).source
+
+    def _forward_code(self) -> Lowered:
+        if self._forward is None:
+            self._forward = self._lower(self.schedule.forward)
+        return self._forward
+
+    def _backward_code(self, given: tuple[bool, ...]) -> Lowered:
+        if given not in self._backward:
+            phase = self.schedule.backward
+            assert phase is not None
+            self._backward[given] = self._lower(phase if all(given) else specialise(phase, given))
+        return self._backward[given]
+
+    def _lower(self, phase: Phase) -> Lowered:
+        self.executor.reserve(self.schedule.memory.arena_bytes)
+        binder = _Binder(self.executor, self.schedule, phase, self)
+        return lower(phase, self.root, binder.bind())
+
+    # -- one call
+
+    def begin_call(self) -> Call:
+        return Call(self.executor.generation.value)
+
+    def begin_backward(self, call: Call) -> None:
+        if call.generation != self.executor.generation.value:
+            raise RuntimeError(
+                "parameters changed between forward and backward (an optimizer step, a load or an in-place edit): the "
+                "gradient would mix old activations with new weights. Run forward again"
+            )
+        self._call = call
+
+    def forward(self, arguments: list[Any]) -> Sequence[Any]:
+        return self._run("forward", self._forward_code(), arguments)
+
+    def backward(self, arguments: list[Any], given: tuple[bool, ...]) -> Sequence[Any]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("double backward (create_graph=True) through a sharded model is not supported")
+        call, self._call = self._call, None
+        assert call is not None, "backward without its pre-hook"
+        if call.released:
+            for flat in self.schedule.resident:
+                self.executor.gather_now(flat)
+        call.released = True
+        return self._run("backward", self._backward_code(given), arguments)
+
+    def _run(self, name: str, code: Lowered, arguments: list[Any]) -> Sequence[Any]:
+        executor = self.executor
+        if executor.running is not None:
+            raise RuntimeError(
+                f"{name} of a sharded model was entered while its {executor.running} is running; buffers are shared"
+            )
+        executor.running = name
+        try:
+            streams = executor.streams
+            start = streams.record("compute")
+            for queue in QUEUES[1:]:
+                streams.wait(queue, start)
+            return code.function(arguments)
+        finally:
+            executor.running = None
+
+
+class _Binder:
+    """Makes the functions and views of one phase, see [Note: order on streams]."""
+
+    def __init__(self, executor: Executor, schedule: Schedule, phase: Phase, program: Program):
+        self.executor, self.schedule, self.phase = executor, schedule, phase
+        self.streams, self.world = executor.streams, executor.world
+        self.events: dict[str, Any] = {}
+        self.buffers: dict[fx.Node, Tensor] = {}
+        self.reduced: dict[str, Tensor] = {}
+        slots = (n.meta["slot"] for n in phase.graph.nodes if "slot" in n.meta)
+        self.ends = {name for slot in slots for name in slot.after}
+        self.ends |= {n.args[0].name for n in phase.nodes("throttle")}  # type: ignore[union-attr]
+
+    def bind(self) -> dict[fx.Node, Any]:
+        bound: dict[fx.Node, Any] = {}
+        for node in self.phase.graph.nodes:
+            kind = info(node).kind
+            if kind in ("compute", "argument", "parameter"):
+                continue
+            if node.op == "placeholder":
+                self.buffers[node] = self._external(node)
+            else:
+                function = getattr(self, f"_{kind}")(node)
+                bound[node] = function if kind == "param_view" else self._observed(node, function)
+        return bound
+
+    # -- helpers
+
+    def _flat(self, node: fx.Node) -> Any:
+        return self.executor.storages[info(node).flat or ""]
+
+    def _external(self, node: fx.Node) -> Tensor:
+        return self._flat(node).shard if info(node).kind == "shard" else self.executor.resident(info(node).flat or "")
+
+    def _place(self, node: fx.Node, dtype: torch.dtype, numel: int) -> Tensor:
+        if (slot := node.meta.get("slot")) is not None:
+            return self.executor.slot(slot, dtype, numel)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device=self.world.device)
+        return self.executor.resident(info(node).flat or "")
+
+    def _before(self, node: fx.Node, queue: str) -> Callable[[], None]:
+        """Wait on `queue` for the ends that free the node's slot."""
+        slot = node.meta.get("slot")
+        after = slot.after if slot is not None else ()
+        streams, events = self.streams, self.events
+
+        def wait() -> None:
+            for name in after:
+                streams.wait(queue, events[name])
+
+        return wait
+
+    def _observed(self, node: fx.Node, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Mark the end of slots on the node's queue; in debug mode delay collectives; note what ran when observed."""
+        found, events, streams = info(node), self.events, self.streams
+        inner = function
+        if node.name in self.ends:
+
+            def function(*arguments: Any) -> Any:
+                result = inner(*arguments)
+                events[node.name] = streams.record(found.queue)
+                return result
+
+        executor, phase = self.executor, self.phase.name
+        if not executor.debug and executor.events is None:
+            return function
+
+        def watched(*arguments: Any) -> Any:
+            if executor.debug and found.kind in ("all_gather", "reduce_scatter", "all_reduce"):
+                time.sleep(executor.random.random() * 0.002)
+            if executor.events is not None:
+                executor.events.append((phase, found.kind, found.flat or ""))
+            return function(*arguments)
+
+        return watched
+
+    # -- one method a kind
+
+    def _cast_shard(self, node: fx.Node) -> Callable[..., Any]:
+        storage, queue, streams = self._flat(node), info(node).queue, self.streams
+        source = self.buffers[node.args[0]]  # type: ignore[index]
+        out = self._place(node, storage.flat.param_dtype, source.numel())
+        self.buffers[node] = out
+        before = self._before(node, queue)
+        name = node.name
+
+        def run() -> None:
+            before()
+            with streams.on(queue):
+                streams.touch(queue, f"shard:{storage.flat.name}", False)
+                streams.touch(queue, name, True)
+                cast_shard(source, out)
+
+        return run
+
+    def _all_gather(self, node: fx.Node) -> Callable[..., Any]:
+        storage, streams, events = self._flat(node), self.streams, self.events
+        source_node: Any = node.args[0]
+        shard = self.buffers[source_node]
+        full = self._place(node, storage.flat.param_dtype, storage.flat.padded_numel)
+        self.buffers[node] = full
+        issue, before, name = (
+            self.world.bind_all_gather(storage.flat, shard, full),
+            self._before(node, "unshard"),
+            node.name,
+        )
+        read = source_node.name if info(source_node).kind == "cast_shard" else f"shard:{storage.flat.name}"
+
+        def run() -> Pending:
+            before()
+            with streams.on("unshard"):
+                streams.touch("unshard", read, False)
+                streams.touch("unshard", name, True)
+                pending = issue(None)
+                events[f"{name}:done"] = streams.record("unshard")
+            return pending
+
+        return run
+
+    def _wait(self, node: fx.Node) -> Callable[..., Any]:
+        source: Any = node.args[0]
+        if info(source).kind == "presence":
+            return lambda pending: pending()
+        self.buffers[node] = self.buffers[source]
+        done, queue, streams, events = f"{source.name}:done", info(node).queue, self.streams, self.events
+        if queue == "replicate":
+
+            def chain(pending: Pending) -> Pending:
+                streams.wait(queue, events[done])
+                return pending
+
+            return chain
+
+        def run(pending: Pending) -> None:
+            pending.wait()
+            streams.wait("compute", events[done])
+
+        return run
+
+    def _param_view(self, node: fx.Node) -> Tensor:
+        full_node, _, offset, shape, stride = node.args
+        full = self.buffers[full_node]  # type: ignore[index]
+        with torch.inference_mode(False):
+            return full.as_strided(shape, stride, full.storage_offset() + offset)  # type: ignore[operator, arg-type]
+
+    def _free(self, node: fx.Node) -> Callable[..., Any]:
+        streams, executor = self.streams, self.executor
+        buffer, name = self.buffers[node.args[0]], self._writer(node.args[0])  # type: ignore[index, arg-type]
+        fill = executor.debug and buffer.numel() > 0
+        raw = buffer.view(torch.uint8) if fill else buffer
+
+        def run() -> None:
+            # The last reads of the buffer are on compute; what reuses it waits for this point.
+            streams.touch("compute", name, fill)
+            if fill:
+                raw.fill_(0xFF)  # NaN in every floating dtype
+
+        return run
+
+    def _writer(self, node: fx.Node) -> str:
+        """The name under which a buffer is tracked: the node that fills it."""
+        while info(node).kind == "wait":
+            node = node.args[0]  # type: ignore[assignment]
+        return node.name
+
+    def _throttle(self, node: fx.Node) -> Callable[..., Any]:
+        freed: Any = node.args[0]
+        streams, events, name = self.streams, self.events, freed.name
+
+        def run() -> None:
+            streams.wait("unshard", events[name])
+
+        return run
+
+    def _flatten_grads(self, node: fx.Node) -> Callable[..., Any]:
+        storage, streams, events = self._flat(node), self.streams, self.events
+        flat = storage.flat
+        out = self._place(node, flat.reduce_dtype, flat.padded_numel)
+        self.buffers[node] = out
+        numels = [p.numel for p in flat.parameters]
+        strides = [p.stride for p in flat.parameters]
+        plan = FlattenPlan(flat.offsets, numels, flat.padded_numel, out.device)
+        scale, before, name = 1.0 / self.world.data_ranks, self._before(node, "compute"), node.name
+
+        def run(gradients: Sequence[Tensor | None]) -> None:
+            before()
+            streams.touch("compute", name, True)
+            flatten_cast_scale(gradients, flat.offsets, numels, out, scale, strides=strides, plan=plan)
+            events[f"{name}:done"] = streams.record("compute")
+
+        return run
+
+    def _reduce_scatter(self, node: fx.Node) -> Callable[..., Any]:
+        storage, streams, events = self._flat(node), self.streams, self.events
+        flat, source = storage.flat, node.args[0]
+        held = self.world.held_numel(flat)
+        dtype = flat.reduce_dtype if self.schedule.replicas > 1 else flat.dtype
+        out, staging = self._out_and_staging(node, dtype, held, (flat.F - 1) * flat.shard_numel, flat.reduce_dtype)
+        self.buffers[node] = out
+        issue = self.world.bind_reduce_scatter(flat, self.buffers[source], out, staging)  # type: ignore[index]
+        before, name, read = self._before(node, "reduce"), node.name, source.name  # type: ignore[union-attr]
+
+        def run() -> Pending:
+            before()
+            streams.wait("reduce", events[f"{read}:done"])
+            with streams.on("reduce"):
+                streams.touch("reduce", read, False)
+                streams.touch("reduce", name, True)
+                pending = issue(None)
+                events[f"{name}:done"] = streams.record("reduce")
+            return pending
+
+        return run
+
+    def _out_and_staging(
+        self, node: fx.Node, dtype: torch.dtype, numel: int, staging_numel: int, staging_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        slot = node.meta.get("slot")
+        if slot is None:
+            empty = torch.empty(0, dtype=dtype, device=self.world.device)
+            return empty, empty
+        out = self.executor.slot(slot, dtype, numel)
+        if not self.schedule.direct_exchange:
+            return out, None
+        staging_bytes = staging_numel * staging_dtype.itemsize
+        end = slot.offset + slot.num_bytes
+        start = end - -(-staging_bytes // 16) * 16
+        return out, self.executor.arena[start : start + staging_bytes].view(staging_dtype)
+
+    def _all_reduce(self, node: fx.Node) -> Callable[..., Any]:
+        storage, streams, events = self._flat(node), self.streams, self.events
+        source: Any = node.args[0]
+        value = self.buffers[source]
+        self.buffers[node] = value
+        slot = node.meta.get("slot")
+        staging = self.executor.slot(slot, value.dtype, slot.num_bytes // value.dtype.itemsize) if slot else value[:0]
+        issue, before, name = (
+            self.world.bind_all_reduce(storage.flat, value, staging),
+            self._before(node, "replicate"),
+            node.name,
+        )
+        writer, plain = self._writer(source), info(source).kind != "wait"
+
+        def run(previous: Pending | None = None) -> Pending:
+            before()
+            if plain:
+                streams.wait("replicate", events[f"{writer}:done"])
+            with streams.on("replicate"):
+                streams.touch("replicate", writer, True)
+                pending = issue(previous)
+                events[f"{name}:done"] = streams.record("replicate")
+            return pending
+
+        return run
+
+    def _accumulate_grad(self, node: fx.Node) -> Callable[..., Any]:
+        storage, world, streams = self._flat(node), self.world, self.streams
+        source: Any = node.args[0]
+        accumulate = storage.bind_accumulate(self.buffers[source][: world.held_numel(storage.flat)])
+        while info(source).kind in ("wait", "all_reduce") and isinstance(source.args[0], fx.Node):
+            source = source.args[0]
+        start = node.args[3] if len(node.args) > 3 else 0
+        stop = start + len(storage.flat.parameters)  # type: ignore[operator]
+        static = [g is not None for g in self._gradients(info(node).flat or "")]
+        missing, name = not all(static), source.name
+
+        def run(present: list[bool] | None = None) -> None:
+            streams.touch("compute", name, False)
+            if world.completes():
+                flags = present[start:stop] if present is not None else static if missing else None  # type: ignore[misc]
+                accumulate(flags)
+
+        return run
+
+    def _gradients(self, flat: str) -> Sequence[Any]:
+        """The gradients of a FlatParameter in the unpruned backward: what is None there is None on every rank."""
+        assert self.schedule.backward is not None
+        node = self.schedule.backward.one("flatten_grads", flat)
+        assert node is not None
+        return node.args[0]  # type: ignore[return-value]
+
+    def _presence(self, node: fx.Node) -> Callable[..., Any]:
+        flags: Any = node.args[0]
+        return lambda: self.world.presence(flags)

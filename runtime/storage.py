@@ -1,0 +1,112 @@
+"""The memory of one FlatParameter on this process: its shard, its pieces as parameters, and its gradients."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from fxshard.runtime.world import World
+from torch import Tensor, nn
+
+from fxshard.capture.torch_private import use_counts
+from fxshard.ir import FlatParameter
+from fxshard.parameter import Binding, Generation, ShardedParameter
+
+
+class FlatStorage:
+    """`shard` (held * S,) in the master dtype; `parameters` maps fqn to its ShardedParameter, whose `local` is a view of it.
+
+    The shard's memory never moves: lowered code holds views of it.
+    """
+
+    def __init__(self, flat: FlatParameter, world: World, shard: Tensor, generation: Generation):
+        self.flat, self.world, self.shard = flat, world, shard
+        self.pieces = world.pieces(flat)
+        self.bindings = [self._binding(i, generation) for i in range(len(self.pieces))]
+        self.parameters: dict[str, nn.Parameter] = {}
+        for spec, view, binding in zip(flat.parameters, self._views(shard), self.bindings):
+            wrapped = ShardedParameter(view, spec.shape, spec.stride, spec.fqn, binding)
+            self.parameters[spec.fqn] = nn.Parameter(wrapped, requires_grad=spec.requires_grad)
+        self._leaves = list(self.parameters.values())
+        self._gradient: Tensor | None = None
+        self._wrappers: list[ShardedParameter] = []
+
+    def _binding(self, index: int, generation: Generation) -> Binding:
+        spec, piece = self.flat.parameters[index], self.pieces[index]
+
+        def gather(local: Tensor) -> Tensor:
+            part = local.new_zeros(self.world.held_numel(self.flat))
+            part[piece.shard_start : piece.shard_start + piece.length] = local
+            full = self.world.gather_flat(self.flat, part)
+            start = self.flat.offsets[index]
+            return full[start : start + spec.numel].clone()
+
+        return Binding(
+            spec.fqn, self.flat.name, spec.numel, piece.start, piece.length, generation, gather, self.world.reduce_small
+        )
+
+    def _views(self, part: Tensor) -> list[Tensor]:
+        return [part[p.shard_start : p.shard_start + p.length] for p in self.pieces]
+
+    def bind_accumulate(self, reduced: Tensor) -> Callable[[Sequence[bool] | None], None]:
+        """Bind handing `reduced` (held * S,) to `.grad`; the flags say which parameters have a gradient anywhere.
+
+        Accumulation is in the master dtype. Kept wrappers are reused when nobody else holds them: making one for each
+        parameter each step costs about 30 us.
+        """
+        views = self._views(reduced)
+        everything = [True] * len(views)
+
+        def accumulate(flags: Sequence[bool] | None) -> None:
+            wanted = everything if flags is None else flags
+            leaves = self._leaves
+            fresh = [p.grad is None for p in leaves]
+            if all(fresh) and all(wanted):
+                wrappers = self._fresh_wrappers()
+                assert self._gradient is not None
+                self._gradient.copy_(reduced)
+                for leaf, wrapper in zip(leaves, wrappers):
+                    leaf.grad = wrapper
+            else:
+                new = self._fresh_wrappers() if any(f and w for f, w in zip(fresh, wanted)) else []
+                for i, leaf in enumerate(leaves):
+                    if not wanted[i]:
+                        continue
+                    if fresh[i]:
+                        new[i].local.copy_(views[i])
+                        leaf.grad = new[i]
+                    else:
+                        self._local_gradient(leaf).add_(views[i])
+            for i, leaf in enumerate(leaves):
+                if wanted[i] and leaf._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                    for hook in tuple(leaf._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+                        hook(leaf)
+
+        return accumulate
+
+    def _local_gradient(self, leaf: nn.Parameter) -> Tensor:
+        gradient = leaf.grad
+        if not isinstance(gradient, ShardedParameter):
+            raise TypeError(
+                f"parameter '{leaf.fqn}' has a plain tensor as .grad; "  # type: ignore[attr-defined]
+                "a sharded gradient cannot be added to it. Set it to None before backward"
+            )
+        return gradient.local
+
+    def _fresh_wrappers(self) -> list[ShardedParameter]:
+        """Gradient wrappers over one flat buffer that nobody else holds."""
+        if self._gradient is None or not self._kept_are_free():
+            self._gradient = torch.zeros_like(self.shard)
+            self._wrappers = [
+                ShardedParameter(view, spec.shape, spec.stride, spec.fqn, binding, is_state=True)
+                for spec, view, binding in zip(self.flat.parameters, self._views(self._gradient), self.bindings)
+            ]
+        return self._wrappers
+
+    def _kept_are_free(self) -> bool:
+        assert self._gradient is not None
+        if use_counts(self._gradient) != len(self._wrappers) + 2:  # the buffer, its views, and the asking itself
+            return False
+        # Held by the list, the loop variable and the call: anything more is somebody else's reference.
+        return all(sys.getrefcount(w) == 3 and w._use_count() == 1 for w in self._wrappers)  # type: ignore[attr-defined]

@@ -1,0 +1,124 @@
+"""Queues of the device: CUDA streams, nothing at all on a CPU, or a recorder that shows what the lowered code asks of them.
+
+Queues are `compute` (the caller's stream), `unshard`, `reduce` and `replicate`. A node is issued on its queue; `record` marks a
+point of a queue, `wait` makes a queue wait for such a point. The host never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+QUEUES = ("compute", "unshard", "reduce", "replicate")
+
+
+class Streams:
+    """A CPU has no streams: the host issues and waits in order, collectives run in their own threads."""
+
+    def on(self, queue: str) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def record(self, queue: str) -> Any:
+        return None
+
+    def wait(self, queue: str, event: Any) -> None:
+        return None
+
+    def touch(self, queue: str, buffer: str, write: bool) -> None:
+        """Note that work on `queue` reads or writes a buffer; only the recorder keeps it."""
+
+
+class CudaStreams(Streams):
+    """One CUDA stream a queue; the compute queue is whatever stream is current.
+
+    What may overlap: each queue with every other. Who records: the end of a gather, a cast, a flatten, a reduce and a free. Who waits:
+    `compute` at a WAIT; `unshard` at a throttle, at the reuse of a slot and once a phase for the optimizer's writes to
+    the shards; `reduce` for the flatten; `replicate` for the reduce. Memory: all buffers are the arena's and outlive
+    the step, so no stream needs to be recorded on a tensor.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.streams = {q: torch.cuda.Stream(device) for q in QUEUES if q != "compute"}
+
+    def _stream(self, queue: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if queue == "compute" else self.streams[queue]
+
+    def on(self, queue: str) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if queue == "compute" else torch.cuda.stream(self.streams[queue])
+
+    def record(self, queue: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(queue))
+        return event
+
+    def wait(self, queue: str, event: Any) -> None:
+        if event is not None:
+            self._stream(queue).wait_event(event)
+
+
+@dataclass
+class Access:
+    """Work on a queue that touches a buffer; `clock` is what had happened before it on every queue."""
+
+    queue: str
+    buffer: str
+    write: bool
+    time: int
+    clock: dict[str, int]
+
+
+@dataclass
+class RecordingStreams(Streams):
+    """Executes nothing asynchronously, but keeps the order that streams and events alone guarantee.
+
+    Each queue has a vector clock: position on its own line and the latest position it knows of every other. `races` lists
+    pairs of accesses to one buffer, one of them a write, that no chain of events orders.
+    """
+
+    clocks: dict[str, dict[str, int]] = field(default_factory=lambda: {q: dict.fromkeys(QUEUES, 0) for q in QUEUES})
+    accesses: list[Access] = field(default_factory=list)
+    log: list[tuple[str, str, str]] = field(default_factory=list)
+    current: str = "compute"
+
+    @contextlib.contextmanager
+    def on(self, queue: str) -> Iterator[None]:  # type: ignore[override]
+        previous, self.current = self.current, queue
+        try:
+            yield
+        finally:
+            self.current = previous
+
+    def record(self, queue: str) -> dict[str, int]:
+        self.log.append(("record", queue, ""))
+        return dict(self.clocks[queue])
+
+    def wait(self, queue: str, event: dict[str, int] | None) -> None:
+        if event is None:
+            return
+        self.log.append(("wait", queue, ""))
+        mine = self.clocks[queue]
+        for q, time in event.items():
+            mine[q] = max(mine[q], time)
+
+    def touch(self, queue: str, buffer: str, write: bool) -> None:
+        mine = self.clocks[queue]
+        mine[queue] += 1
+        self.log.append(("write" if write else "read", queue, buffer))
+        self.accesses.append(Access(queue, buffer, write, mine[queue], dict(mine)))
+
+    def races(self, overlap: Any = None) -> list[tuple[Access, Access]]:
+        """Unordered pairs. `overlap(a, b)` says whether two buffer names share memory; by default equal names do."""
+        share = overlap or (lambda a, b: a == b)
+        found = []
+        for i, first in enumerate(self.accesses):
+            for second in self.accesses[i + 1 :]:
+                ordered = second.clock[first.queue] >= first.time
+                if (first.write or second.write) and not ordered and share(first.buffer, second.buffer):
+                    found.append((first, second))
+        return found

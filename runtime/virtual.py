@@ -1,0 +1,146 @@
+"""A world inside one process: it holds the F shards itself, so a sharded step runs in a notebook or on one GPU.
+
+With one contributor the divisor is 1 and the result is exactly the plain model's. With W contributors the process runs W ranks'
+batches in turn; the reduces of the last one really sum what all W handed in, per shard group and across replicas, in the
+order real processes do it, so divisor, groups and order are tested without a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from fxshard.runtime.kernels import chunk_sum
+from fxshard.runtime.world import DONE, Issue, Pending, World
+from torch import Tensor, nn
+
+from fxshard.ir import FlatParameter
+from fxshard.options import check_factor
+
+
+class VirtualWorld(World):
+    """`VirtualWorld(F)`: F shards in one process, one batch a step. `VirtualWorld(F, contributors=W)`: W ranks' batches in turn.
+
+    Use `with world.rank(r):` around the forward and backward of rank r; ranks go 0 to W-1, each once a step. Each rank
+    keeps buffers of its own (BatchNorm statistics) as real processes do.
+    """
+
+    kind = "virtual"
+
+    def __init__(self, F: int, contributors: int = 1, device: torch.device | str = "cpu"):
+        self.W = F if contributors == 1 else contributors
+        self.F = check_factor(F, self.W)
+        self.data_ranks, self.held, self.shard_rank = contributors, F, 0
+        self.device = torch.device(device)
+        self.contributor = 0
+        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        self._flags: list[Sequence[bool]] = []
+        self._module: nn.Module | None = None
+        self._buffers: list[dict[str, Tensor]] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Give each contributor its own copy of the module's buffers."""
+        self._module = module
+        if self.data_ranks > 1:
+            named = dict(module.named_buffers())
+            self._buffers = [{n: b.clone() for n, b in named.items()} for _ in range(self.data_ranks)]
+
+    @contextlib.contextmanager
+    def rank(self, r: int) -> Iterator[None]:
+        """Act as rank r. Raises ValueError outside 0..W-1."""
+        if not 0 <= r < self.data_ranks:
+            raise ValueError(f"rank {r} of a world of {self.data_ranks} contributors")
+        self.contributor = r
+        if self._buffers and self._module is not None:
+            named = dict(self._module.named_buffers())
+            with torch.no_grad():
+                for name, buffer in named.items():
+                    buffer.copy_(self._buffers[r][name])
+                try:
+                    with torch.enable_grad():
+                        yield
+                finally:
+                    for name, buffer in named.items():
+                        self._buffers[r][name].copy_(buffer)
+        else:
+            yield
+
+    def completes(self) -> bool:
+        return self.contributor == self.data_ranks - 1
+
+    def _contribute(self, key: tuple[str, str], part: Tensor) -> list[Tensor] | None:
+        """Collect one rank's part; all of them once the last has come."""
+        parts = self._parts.setdefault(key, [])
+        if len(parts) != self.contributor:
+            raise RuntimeError(
+                f"rank {self.contributor} reduces '{key[0]}' after {len(parts)} other ranks did in this step; "
+                "every contributor runs backward once a step, in rank order"
+            )
+        parts.append(part.clone())
+        return self._parts.pop(key) if self.completes() else None
+
+    def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
+        pairs = list(zip(full.split(flat.shard_numel), shard.split(flat.shard_numel))) if shard.numel() else []
+
+        def issue(previous: Any) -> Pending:
+            for target, source in pairs:
+                target.copy_(source)
+            return DONE
+
+        return issue
+
+    def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
+        def issue(previous: Any) -> Pending:
+            if self.data_ranks == 1:
+                chunk_sum([buffer], out)
+                return DONE
+            parts = self._contribute((flat.name, "scatter"), buffer)
+            if parts is not None:
+                if self.replicas == 1:
+                    chunk_sum(parts, out)
+                else:
+                    self._parts[flat.name, "replicas"] = scattered = []
+                    for group in range(self.replicas):
+                        result = torch.empty_like(out)
+                        chunk_sum(parts[group * self.F : (group + 1) * self.F], result)
+                        scattered.append(result)
+            return DONE
+
+        return issue
+
+    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
+        def issue(previous: Any) -> Pending:
+            if self.data_ranks == 1:
+                return DONE
+            if self.F > 1:
+                parts = self._parts.pop((flat.name, "replicas"), None)
+            else:
+                parts = self._contribute((flat.name, "replicas"), value)
+            if parts is not None:
+                chunk_sum(parts, value)
+            return DONE
+
+        return issue
+
+    def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        if self.contributor == 0:
+            self._flags = []
+        self._flags.append(flags)
+        return lambda: [any(column) for column in zip(*self._flags)]
+
+    def reduce_small(self, values: Tensor, op: str) -> Tensor:
+        return values
+
+    def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
+        return part.clone()
+
+    def scatter_from_first(self, flat: FlatParameter, full: Tensor) -> Tensor:
+        return full
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        return None
+
+    def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
+        return [text]

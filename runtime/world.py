@@ -1,0 +1,109 @@
+"""Who talks to whom: ranks, the shard group, the replicate group, and the collectives between them.
+
+Three kinds of world run the same schedule: `GlooWorld` and `NcclWorld` over torch.distributed, and `VirtualWorld`, in which one
+process holds the F shards itself. A described world (no devices) has no runtime; it is only W and F.
+
+Shapes: `held` is how many shards a process holds, 1 of F, or all F in a virtual world; S elements a shard. Collectives are
+bound once to their buffers and then issued each step without arguments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxshard.ir import FlatParameter
+from fxshard.ir.layout import Piece
+
+
+class Pending:
+    """A collective under way. `wait` returns when its result may be read by the compute queue."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Pending()
+
+Issue = Callable[[Any], Pending]
+"""Start a bound collective; the argument is the pending result it is chained to, or None."""
+
+
+class World(ABC):
+    """W ranks; F consecutive ones share a copy of the parameters; `data_ranks` contribute gradients (the divisor)."""
+
+    W: int
+    F: int
+    shard_rank: int
+    data_ranks: int
+    held: int
+    device: torch.device
+    direct_exchange: bool = False
+    kind: str
+
+    @property
+    def replicas(self) -> int:
+        return self.W // self.F
+
+    def pieces(self, flat: FlatParameter) -> list[Piece]:
+        """What this process holds of each parameter."""
+        if self.held == flat.F:
+            return [Piece(i, 0, offset, p.numel) for i, (p, offset) in enumerate(zip(flat.parameters, flat.offsets))]
+        return list(flat.pieces(self.shard_rank))
+
+    def held_numel(self, flat: FlatParameter) -> int:
+        return self.held * flat.shard_numel
+
+    def my_part(self, flat: FlatParameter, full: Tensor) -> Tensor:
+        """This process's part (held * S,) of a full flat buffer."""
+        if self.held == flat.F:
+            return full
+        start = self.shard_rank * flat.shard_numel
+        return full[start : start + flat.shard_numel]
+
+    def completes(self) -> bool:
+        """Whether the backward under way ends with reduced gradients."""
+        return True
+
+    @abstractmethod
+    def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
+        """shard (held * S,) of every rank of the shard group -> full (padded,)."""
+
+    @abstractmethod
+    def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
+        """buffer (padded,) -> out (held * S,): the sum over the shard group, in rank order, in fp32 or wider."""
+
+    @abstractmethod
+    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
+        """value -> the sum over the replicate group, in place."""
+
+    @abstractmethod
+    def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Start finding out which flags are set on any rank; call the result for the answer."""
+
+    @abstractmethod
+    def reduce_small(self, values: Tensor, op: str) -> Tensor:
+        """Reduce a small tensor over the shard group, op "sum" or "max"."""
+
+    @abstractmethod
+    def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
+        """part (held * S,) -> (padded,): a blocking AllGather outside any schedule."""
+
+    @abstractmethod
+    def scatter_from_first(self, flat: FlatParameter, full: Tensor) -> Tensor:
+        """Rank 0's full (padded,) -> this process's part (held * S,)."""
+
+    @abstractmethod
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        """Rank 0's tensor to all ranks, in place."""
+
+    @abstractmethod
+    def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
+        """Everybody's text on a topic, by rank, over the control plane; never a collective that some may not enter."""
+
+    def close(self) -> None:
+        """Release threads and groups this world made."""
