@@ -19,6 +19,7 @@ from fxshard.capture import torch_private
 from fxshard.capture.backend import CaptureBackend
 from fxshard.capture.build import Captured
 from fxshard.capture.failures import capture_error
+from fxshard.capture.harmless import prepare
 from fxshard.errors import AgreementError, CaptureError
 from fxshard.ir import FlatParameter, Schedule
 from fxshard.options import InitFunction, Options, check_factor
@@ -143,7 +144,7 @@ class _State:
     def plain_parameters(self) -> Iterator[None]:
         full = {}
         for storage in self.storages.values():
-            for fqn, p in storage.parameters.items():
+            for p in storage.parameters.values():
                 with torch.no_grad():
                     full[p] = nn.Parameter(p.full_tensor(), requires_grad=False)  # type: ignore[attr-defined]
         places = [(d, n, p) for m in self.module.modules() for d in (m._parameters,) for n, p in d.items() if p in full]
@@ -174,19 +175,20 @@ def compile(
 ) -> Any:
     """Shard `model` in place and return it: the same object, its forward captured, its communication a schedule.
 
-    F: ranks that share one copy of the parameters. F = 1 replicates (DDP), F = W shards fully (ZeRO-3), between is hybrid; it
-    must divide W. Default: W. Without a process group a virtual world of F shards runs in this process.
-    mesh: a 2-D DeviceMesh (replicate, shard) to take the groups from. world: a World, for `VirtualWorld(F, contributors=W)`.
-    example_inputs: arguments of forward, a tuple or a dict. The forward is then captured before anything is sharded, and
-    what cannot be captured leaves the model as it was.
-    init: for a model (or parts of one) on the meta device: called with each module whose own parameters or buffers were made
-    empty on the device, unit by unit; no rank ever holds the whole model.
+    F: ranks that share one copy of the parameters. F = 1 replicates (DDP), F = W shards fully (ZeRO-3), between is
+    hybrid; it must divide W. Default: W. Without a process group a virtual world of F shards runs in this process.
+    mesh: a 2-D DeviceMesh (replicate, shard) to take the groups from.
+    world: a World, for `VirtualWorld(F, contributors=W)`.
+    example_inputs: arguments of forward, a tuple or a dict. The forward is then captured before anything is sharded,
+    and what cannot be captured leaves the model as it was.
+    init: for a model (or parts of one) on the meta device: called with each module whose own parameters or buffers
+    were made empty on the device, unit by unit; no rank ever holds the whole model.
     Other options: see `fxshard.Options`.
 
     Make the optimizer after this, over `model.parameters()`.
 
-    Raises TypeError or ValueError for wrong options, CaptureError for a forward that cannot be captured, AgreementError when
-    ranks disagree. Source: FSDP paper; torch.distributed.fsdp.fully_shard.
+    Raises TypeError or ValueError for wrong options, CaptureError for a forward that cannot be captured, AgreementError
+    when ranks disagree. Source: FSDP paper; torch.distributed.fsdp.fully_shard.
     """
     settings = Options.from_keywords(options)
     if not isinstance(model, nn.Module):
@@ -194,6 +196,7 @@ def compile(
     if _STATE in model.__dict__:
         raise ValueError(f"this {type(model).__name__} is already compiled by fxshard")
     _check_placement(model, init)
+    prepare(model)
     device = _device(model)
     F, W = _factor_and_size(F, mesh, world)
     units = _units(model, settings, example_inputs)
@@ -211,12 +214,13 @@ def compile(
 def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, **options: Any) -> Schedule:
     """The schedule of one training step, without devices, memory or a process group. The model is left as it was.
 
-    `model` may be on the meta device; example_inputs are arguments of forward (tuple or dict), whose values are not read.
-    W: world size, default F.
+    `model` may be on the meta device; example_inputs are arguments of forward (tuple or dict), whose values are not
+    read. W: world size, default F.
     """
     settings = Options.from_keywords(options)
     W = F if W is None else W
     check_factor(F, W)
+    prepare(model)
     units = _units(model, settings, example_inputs)
     flats = flat_parameters(model, units, F, settings.mixed_precision)
     return _trace(model, flats, example_inputs, W, F, settings)
@@ -303,7 +307,7 @@ def _first_difference(texts: Sequence[str]) -> str | None:
     """Where the ranks' texts first part, or None."""
     for rank, text in enumerate(texts):
         if text != texts[0]:
-            pairs = list(zip(texts[0].split("\n") + ["(end)"], text.split("\n") + ["(end)"]))
+            pairs = list(zip([*texts[0].split("\n"), "(end)"], [*text.split("\n"), "(end)"]))
             mine, other = next(((a, b) for a, b in pairs if a != b), pairs[-1])
             return f"rank 0 has '{mine.strip()}', rank {rank} has '{other.strip()}'"
     return None
@@ -383,7 +387,7 @@ def _install(model: nn.Module, state: _State) -> None:
         fullgraph=state.options.fullgraph,
         dynamic=state.options.dynamic,
     )
-    model._compiled_call_impl = _runner(model, state, captured)  # type: ignore[assignment]
+    model._compiled_call_impl = _runner(model, state, captured)
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any]:
@@ -433,7 +437,8 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
                 handle.requires_grad_(master.requires_grad)
             table[name] = handle
         try:
-            outputs = captured(*args, **kwargs)
+            with torch_private.while_capturing():
+                outputs = captured(*args, **kwargs)
         except (torch_private.TorchDynamoException, torch_private.BackendCompilerFailed) as error:
             raise capture_error(error, reference()) from error
         finally:
@@ -464,7 +469,7 @@ def _trace(
     """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens."""
     state = _State(model, flats, None, W, F, options)
     stand_ins: dict[str, nn.Parameter] = {}
-    device = _device_of_parameters(model)
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     for flat in flats.values():
         for spec in flat.parameters:
             piece = torch.empty(0, dtype=flat.param_dtype, device=device)
@@ -473,8 +478,8 @@ def _trace(
             stand_ins.update(dict.fromkeys((spec.fqn, *spec.aliases), stand_in))
     saved: list[tuple[dict[str, Any], str, Any]] = []
     args, kwargs = _arguments(example_inputs)
-    if device.type == "meta":
-        args, kwargs = pytree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    # Operators are chosen by device and some do not differentiate on meta: what is on meta is captured as `device`.
+    args, kwargs = pytree.tree_map(lambda x: _off_meta(x, device), (args, kwargs))
     if options.mixed_precision.param is not None:
         dtype = options.mixed_precision.param
         args, kwargs = pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
@@ -487,7 +492,12 @@ def _trace(
                 if p is not None and not isinstance(p, ShardedParameter):
                     saved.append((module._parameters, name, p))
                     module._parameters[name] = stand_ins[f"{prefix}.{name}" if prefix else name]
-        captured(*args, **kwargs)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "meta":
+                    saved.append((module._buffers, name, buffer))
+                    module._buffers[name] = _off_meta(buffer, device)
+        with torch_private.while_capturing():
+            captured(*args, **kwargs)
     except (torch_private.TorchDynamoException, torch_private.BackendCompilerFailed) as error:
         if not state.captured:
             raise capture_error(error, model) from error
@@ -499,8 +509,10 @@ def _trace(
     return state.latest_schedule()
 
 
-def _device_of_parameters(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+def _off_meta(x: Any, device: torch.device) -> Any:
+    if not isinstance(x, Tensor) or x.device.type != "meta":
+        return x
+    return torch.zeros_like(x, device=device).requires_grad_(x.requires_grad)
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

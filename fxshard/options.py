@@ -53,7 +53,8 @@ class Options:
     reshard_after_forward: bool = True
     """Whether units are freed after forward and gathered again in backward."""
     passes: Sequence[Any] | None = None
-    """Extra passes, run after the default ones and before plan-memory; or a callable from the default list to the list."""
+    """Extra passes, run after the default ones and before plan-memory; or a callable from the default list to the
+    list."""
     compute: str = "eager"
     """How the nodes between communication run: 'eager'."""
     debug: bool = False

@@ -1,8 +1,8 @@
 """ShardedParameter: the logical tensor outside, this rank's 1-D piece inside.
 
 Elementwise, foreach and fused operators run on the pieces; norms reduce over the shard group; an operator it does not
-know is refused by the parameter's name, so plain code can never compute with a piece while believing it holds the whole.
-Gradients and optimizer state are of the same kind.
+know is refused by the parameter's name, so plain code can never compute with a piece while believing it holds the
+whole. Gradients and optimizer state are of the same kind.
 
 Shapes: outside `shape` and `stride` of the user's parameter; inside `local` (length,) in storage order, possibly empty.
 """
@@ -118,7 +118,8 @@ class ShardedParameter(torch.Tensor):
         )
 
     def full_tensor(self) -> Tensor:
-        """The whole parameter, shape and stride as outside. A collective of the shard group: every rank must call it."""
+        """The whole parameter, shape and stride as outside. A collective of the shard group: every rank must call
+        it."""
         if self.binding is None:
             raise RuntimeError(f"parameter '{self.fqn}' has no group to be gathered from")
         flat = self.binding.gather(self.local.detach())
@@ -147,7 +148,7 @@ class ShardedParameter(torch.Tensor):
         shape, strides, dtype, fqn = meta
         return ShardedParameter(inner["local"], shape, strides, fqn, dtype=dtype)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = f"{self.local.numel()} of {math.prod(self.shape)} elements held here"
         return f"ShardedParameter('{self.fqn}', shape={tuple(self.shape)}, dtype={self.dtype}, {held})"
 
@@ -164,7 +165,7 @@ class ShardedParameter(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

@@ -172,7 +172,8 @@ def flat_parameters(
 ) -> dict[str, FlatParameter]:
     """One FlatParameter per (dtype, requires_grad) in a unit (the root: in each of its parts), by name.
 
-    A name is the unit's, with `[dtype]` or `[dtype, frozen]` where the unit has several, and `(root).1` for a second part.
+    A name is the unit's, with `[dtype]` or `[dtype, frozen]` where the unit has several, and `(root).1` for a second
+    part.
     """
     aliases = named_parameters_with_aliases(model)
     root_parts = sum(unit.is_root for unit in units)

@@ -51,7 +51,8 @@ def default_passes(options: Options) -> list[Pass]:
 
 
 def pipeline(options: Options) -> list[Pass]:
-    """The default passes with the user's: a list goes in before plan-memory; a callable maps the default list to the whole."""
+    """The default passes with the user's: a list goes in before plan-memory; a callable maps the default list to the
+    whole."""
     passes = default_passes(options)
     extra: Any = options.passes
     if extra is None:

@@ -1,7 +1,7 @@
 """Issue each unit's forward AllGather ahead of the computation before it.
 
-Why      A gather overlaps only what is issued after it. A CUDA host that runs ahead does this by itself; a slow host and a
-         CPU runtime do not, and the schedule must say it.
+Why      A gather overlaps only what is issued after it. A CUDA host that runs ahead does this by itself; a slow host
+         and a CPU runtime do not, and the schedule must say it.
 Assumes  gathers-inserted, frees-inserted.
 Gives    forward-overlap: AG(u+1) precedes the WAIT of u and so all computation of u.
 Keeps    Values bit for bit; the set of operations; the order within each kind; every WAIT.

@@ -2,8 +2,8 @@
 
 Why      A gathered buffer is F times its shard; alive for longer than it is read it is only memory.
 Assumes  gathers-inserted.
-Gives    frees-inserted: one FREE a gathered FlatParameter and phase, after the last operator that reads its memory, through
-         any chain of views and aliases.
+Gives    frees-inserted: one FREE a gathered FlatParameter and phase, after the last operator that reads its memory,
+         through any chain of views and aliases.
 Keeps    Values bit for bit; every other node and its order.
 Costs    Nothing.
 Source   FSDP paper, section 3.2 (reshard).

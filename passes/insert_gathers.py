@@ -2,7 +2,7 @@
 
 Why      The captured phases read whole parameters; each rank holds 1/F of them.
 Assumes  Parameters are placeholders of kind `parameter`, stamped with their FlatParameter.
-Gives    gathers-inserted: shard -> [cast] -> AG -> WAIT -> views, before the first use. F = 1: views of the shard itself.
+Gives    gathers-inserted: shard -> [cast] -> AG -> WAIT -> views, before the first use. F = 1: views of the shard.
 Keeps    Values bit for bit; every operator of the model and its order.
 Costs    One full buffer a FlatParameter, alive to the end of the phase until insert-frees.
 Source   FSDP paper, section 3.2.
@@ -64,7 +64,8 @@ def _insert(phase: Phase, flat: FlatParameter, held: int, by: str) -> None:
     specs = {p.fqn: (p, offset) for p, offset in zip(flat.parameters, flat.offsets)}
     with graph.inserting_before(use):
         if flat.param_dtype != flat.dtype:
-            # One rank a group: the cast is the whole unshard and the compute stream does it. Else it precedes the gather.
+            # One rank a group: the cast is the whole unshard and the compute stream does it. Else it precedes the
+            # gather.
             size = held * flat.shard_numel * flat.param_dtype.itemsize
             queue = "unshard" if flat.F > 1 else "compute"
             full = phase.call(

@@ -97,7 +97,7 @@ class InsertReduces(Pass):
         output.args = (
             tuple(
                 None if position in schedule.parameter_outputs and id(value) in parameters else value
-                for position, value in enumerate(output.args[0])
+                for position, value in enumerate(phase.results)
             ),
         )
 

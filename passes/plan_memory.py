@@ -2,15 +2,15 @@
 
 Why      A steady step must not allocate; a caching allocator over several streams holds more than it needs.
 Assumes  gathers-inserted, reduces-inserted, frees-inserted; the order is final.
-Gives    memory-planned: `node.meta["slot"]` of each AG, CAST, FLAT, RS and AR that needs memory, 16-byte aligned, by interval
-         colouring; a slot names the node whose end frees its bytes for it; `schedule.memory` holds the totals.
+Gives    memory-planned: `node.meta["slot"]` of each AG, CAST, FLAT, RS and AR that needs memory, 16-byte aligned, by
+         interval colouring; a slot names the node whose end frees its bytes for it; `schedule.memory` holds the totals.
 Keeps    Everything but the meta.
 Costs    The arena's size, stated in `schedule.memory`.
 Source   FSDP paper, section 3.4 (what the caching allocator does instead); register allocation by linear scan.
 
-Lives: a gathered buffer from AG to FREE; a cast from CAST to the WAIT of its gather; a gradient buffer from FLAT to the end of
-its reduce; reduce output and staging from RS to ACC. Residents have memory of their own. Phases share the arena: every
-queue joins the compute queue at the end of a phase.
+Lives: a gathered buffer from AG to FREE; a cast from CAST to the WAIT of its gather; a gradient buffer from FLAT to the
+end of its reduce; reduce output and staging from RS to ACC. Residents have memory of their own. Phases share the arena:
+every queue joins the compute queue at the end of a phase.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bound the gathered buffers issued and not yet freed, and the gradient buffers waiting for their reduce.
 
-Why      A host that runs ahead issues every gather it meets; memory then grows with the model, not with the bound. A limit on
-         gathers alone leaves the gradient buffers (in a report a peak of 7.2 GB became 10.3).
+Why      A host that runs ahead issues every gather it meets; memory then grows with the model, not with the bound. A
+         limit on gathers alone leaves the gradient buffers (in a report a peak of 7.2 GB became 10.3).
 Assumes  gathers-inserted, frees-inserted, reduces-inserted.
 Gives    rate-limited: at most `limit` gathered buffers (residents not counted) and at most `limit_bytes` of them at any
          point of the issue order, and `throttle` edges that hold a stream to the same bound; at most `limit` gradient

@@ -4,8 +4,8 @@ gloo's own collectives leave most of a link unused (20 MiB over 1 Gbit between t
 all_gather 138, its reduce_scatter 184; direct exchange 94 and 93). Data is received straight into its place. The sum
 is ((c0 + c1) + c2) + ... over ranks, in fp32 or wider whatever the wire dtype, so results do not depend on timing.
 
-A group numbers its exchanges; the number is the message tag, so two exchanges between the same pair never mix. All ranks
-of a group issue the same exchanges in the same order: the schedule's communication skeleton.
+A group numbers its exchanges; the number is the message tag, so two exchanges between the same pair never mix. All
+ranks of a group issue the same exchanges in the same order: the schedule's communication skeleton.
 """
 
 from __future__ import annotations

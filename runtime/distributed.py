@@ -52,7 +52,8 @@ class DistributedWorld(World):
     def _check_mesh(self, mesh: DeviceMesh) -> int:
         if mesh.ndim != 2 or mesh.size() != self.W:
             raise ValueError(
-                f"mesh has shape {tuple(mesh.mesh.shape)}; a 2-D mesh (replicate, shard) over all {self.W} ranks was expected"
+                f"mesh has shape {tuple(mesh.mesh.shape)}; "
+                f"a 2-D mesh (replicate, shard) over all {self.W} ranks was expected"
             )
         return mesh.size(1)
 

@@ -1,10 +1,10 @@
 """Runs schedules: binds every communication node to its buffers, streams and collectives, then runs the lowered phases.
 
 [Note: order on streams]
-Each communication node runs on its queue. What a node reads was written on another queue before: the reader waits for an event
-recorded there. At the start of a phase every queue waits for `compute` (the optimizer wrote the shards there; the last
-phase ended there). A slot is reused behind the event that ended its last use. All waits of a phase are on `compute`, so
-at its end nothing is under way. The host never waits for the device.
+Each communication node runs on its queue. What a node reads was written on another queue before: the reader waits for
+an event recorded there. At the start of a phase every queue waits for `compute` (the optimizer wrote the shards there;
+the last phase ended there). A slot is reused behind the event that ended its last use. All waits of a phase are on
+`compute`, so at its end nothing is under way. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -324,9 +324,12 @@ class _Binder:
 
             return chain
 
+        name = self._writer(source)
+
         def run(pending: Pending) -> None:
             pending.wait()
             streams.wait("compute", events[done])
+            streams.touch("compute", name, False)
 
         return run
 
@@ -385,13 +388,14 @@ class _Binder:
 
     def _reduce_scatter(self, node: fx.Node) -> Callable[..., Any]:
         storage, streams, events = self._flat(node), self.streams, self.events
-        flat, source = storage.flat, node.args[0]
+        flat = storage.flat
+        source: Any = node.args[0]
         held = self.world.held_numel(flat)
         dtype = flat.reduce_dtype if self.schedule.replicas > 1 else flat.dtype
         out, staging = self._out_and_staging(node, dtype, held, (flat.F - 1) * flat.shard_numel, flat.reduce_dtype)
         self.buffers[node] = out
-        issue = self.world.bind_reduce_scatter(flat, self.buffers[source], out, staging)  # type: ignore[index]
-        before, name, read = self._before(node, "reduce"), node.name, source.name  # type: ignore[union-attr]
+        issue = self.world.bind_reduce_scatter(flat, self.buffers[source], out, staging)
+        before, name, read = self._before(node, "reduce"), node.name, source.name
 
         def run() -> Pending:
             before()
@@ -452,15 +456,15 @@ class _Binder:
         accumulate = storage.bind_accumulate(self.buffers[source][: world.held_numel(storage.flat)])
         while info(source).kind in ("wait", "all_reduce") and isinstance(source.args[0], fx.Node):
             source = source.args[0]
-        start = node.args[3] if len(node.args) > 3 else 0
-        stop = start + len(storage.flat.parameters)  # type: ignore[operator]
+        start: Any = node.args[3] if len(node.args) > 3 else 0
+        stop = start + len(storage.flat.parameters)
         static = [g is not None for g in self._gradients(info(node).flat or "")]
         missing, name = not all(static), source.name
 
         def run(present: list[bool] | None = None) -> None:
             streams.touch("compute", name, False)
             if world.completes():
-                flags = present[start:stop] if present is not None else static if missing else None  # type: ignore[misc]
+                flags = present[start:stop] if present is not None else static if missing else None
                 accumulate(flags)
 
         return run

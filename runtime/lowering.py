@@ -1,7 +1,7 @@
 """A phase as straight-line Python: one line an operator, in issue order; every value is deleted after its last use.
 
-The text can be printed and stepped through in a debugger. Communication nodes are calls of functions bound to their buffers
-(`AG_layers_1()`); views of parameters and constants are globals, made once.
+The text can be printed and stepped through in a debugger. Communication nodes are calls of functions bound to their
+buffers (`AG_layers_1()`); views of parameters and constants are globals, made once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ def lower(phase: Phase, root: nn.Module, bound: Mapping[fx.Node, Any]) -> Lowere
     arguments: list[str] = []
     last_use: dict[fx.Node, fx.Node] = {}
     for node in phase.graph.nodes:
-        if node.op == "call_function" and info(node).kind == "flatten_grads":
-            used = {g for g in node.args[0] if g is not None}  # type: ignore[union-attr]
-        else:
-            used = set(node.all_input_nodes)
-        for source in used:
+        for source in node.all_input_nodes:
             last_use[source] = node
     static = {n for n in phase.graph.nodes if n.op == "get_attr" or not _is_variable(n)}
 
@@ -95,7 +91,7 @@ def lower(phase: Phase, root: nn.Module, bound: Mapping[fx.Node, Any]) -> Lowere
         elif node.op == "get_attr":
             names[name_of(node)] = _attribute(root, str(node.target))
         elif node.op == "output":
-            lines.append(f"    return {text(list(node.args[0]))}")
+            lines.append(f"    return {text(list(phase.results))}")
         elif found.kind == "param_view":
             names[name_of(node)] = bound[node]
         elif found.kind != "compute":

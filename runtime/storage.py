@@ -15,7 +15,8 @@ from fxshard.parameter import Binding, Generation, ShardedParameter
 
 
 class FlatStorage:
-    """`shard` (held * S,) in the master dtype; `parameters` maps fqn to its ShardedParameter, whose `local` is a view of it.
+    """`shard` (held * S,) in the master dtype; `parameters` maps fqn to its ShardedParameter, whose `local` is a view
+    of it.
 
     The shard's memory never moves: lowered code holds views of it.
     """
@@ -79,8 +80,8 @@ class FlatStorage:
                     else:
                         self._local_gradient(leaf).add_(views[i])
             for i, leaf in enumerate(leaves):
-                if wanted[i] and leaf._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                    for hook in tuple(leaf._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+                if wanted[i] and leaf._post_accumulate_grad_hooks:
+                    for hook in tuple(leaf._post_accumulate_grad_hooks.values()):
                         hook(leaf)
 
         return accumulate

@@ -1,7 +1,8 @@
-"""Queues of the device: CUDA streams, nothing at all on a CPU, or a recorder that shows what the lowered code asks of them.
+"""Queues of the device: CUDA streams, nothing at all on a CPU, or a recorder that shows what the lowered code asks of
+them.
 
-Queues are `compute` (the caller's stream), `unshard`, `reduce` and `replicate`. A node is issued on its queue; `record` marks a
-point of a queue, `wait` makes a queue wait for such a point. The host never waits.
+Queues are `compute` (the caller's stream), `unshard`, `reduce` and `replicate`. A node is issued on its queue; `record`
+marks a point of a queue, `wait` makes a queue wait for such a point. The host never waits.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Streams:
 class CudaStreams(Streams):
     """One CUDA stream a queue; the compute queue is whatever stream is current.
 
-    What may overlap: each queue with every other. Who records: the end of a gather, a cast, a flatten, a reduce and a free. Who waits:
-    `compute` at a WAIT; `unshard` at a throttle, at the reuse of a slot and once a phase for the optimizer's writes to
-    the shards; `reduce` for the flatten; `replicate` for the reduce. Memory: all buffers are the arena's and outlive
-    the step, so no stream needs to be recorded on a tensor.
+    What may overlap: each queue with every other. Who records: the end of a gather, a cast, a flatten, a reduce and a
+    free. Who waits: `compute` at a WAIT; `unshard` at a throttle, at the reuse of a slot and once a phase for the
+    optimizer's writes to the shards; `reduce` for the flatten; `replicate` for the reduce. Memory: all buffers are the
+    arena's and outlive the step, so no stream needs to be recorded on a tensor.
     """
 
     def __init__(self, device: torch.device):
@@ -77,8 +78,8 @@ class Access:
 class RecordingStreams(Streams):
     """Executes nothing asynchronously, but keeps the order that streams and events alone guarantee.
 
-    Each queue has a vector clock: position on its own line and the latest position it knows of every other. `races` lists
-    pairs of accesses to one buffer, one of them a write, that no chain of events orders.
+    Each queue has a vector clock: position on its own line and the latest position it knows of every other. `races`
+    lists pairs of accesses to one buffer, one of them a write, that no chain of events orders.
     """
 
     clocks: dict[str, dict[str, int]] = field(default_factory=lambda: {q: dict.fromkeys(QUEUES, 0) for q in QUEUES})
@@ -87,7 +88,7 @@ class RecordingStreams(Streams):
     current: str = "compute"
 
     @contextlib.contextmanager
-    def on(self, queue: str) -> Iterator[None]:  # type: ignore[override]
+    def on(self, queue: str) -> Iterator[None]:
         previous, self.current = self.current, queue
         try:
             yield

@@ -1,8 +1,8 @@
 """A world inside one process: it holds the F shards itself, so a sharded step runs in a notebook or on one GPU.
 
-With one contributor the divisor is 1 and the result is exactly the plain model's. With W contributors the process runs W ranks'
-batches in turn; the reduces of the last one really sum what all W handed in, per shard group and across replicas, in the
-order real processes do it, so divisor, groups and order are tested without a network.
+With one contributor the divisor is 1 and the result is exactly the plain model's. With W contributors the process runs
+W ranks' batches in turn; the reduces of the last one really sum what all W handed in, per shard group and across
+replicas, in the order real processes do it, so divisor, groups and order are tested without a network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fxshard.options import check_factor
 
 
 class VirtualWorld(World):
-    """`VirtualWorld(F)`: F shards in one process, one batch a step. `VirtualWorld(F, contributors=W)`: W ranks' batches in turn.
+    """`VirtualWorld(F)`: F shards in one process, one batch a step. `VirtualWorld(F, contributors=W)`: W ranks' batches
+    in turn.
 
     Use `with world.rank(r):` around the forward and backward of rank r; ranks go 0 to W-1, each once a step. Each rank
     keeps buffers of its own (BatchNorm statistics) as real processes do.

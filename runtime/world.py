@@ -1,10 +1,10 @@
 """Who talks to whom: ranks, the shard group, the replicate group, and the collectives between them.
 
-Three kinds of world run the same schedule: `GlooWorld` and `NcclWorld` over torch.distributed, and `VirtualWorld`, in which one
-process holds the F shards itself. A described world (no devices) has no runtime; it is only W and F.
+Three kinds of world run the same schedule: `GlooWorld` and `NcclWorld` over torch.distributed, and `VirtualWorld`, in
+which one process holds the F shards itself. A described world (no devices) has no runtime; it is only W and F.
 
-Shapes: `held` is how many shards a process holds, 1 of F, or all F in a virtual world; S elements a shard. Collectives are
-bound once to their buffers and then issued each step without arguments.
+Shapes: `held` is how many shards a process holds, 1 of F, or all F in a virtual world; S elements a shard. Collectives
+are bound once to their buffers and then issued each step without arguments.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class World(ABC):
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """Rank 0's tensor to all ranks, in place."""
 
+    def close(self) -> None:  # noqa: B027 - most worlds own nothing
+        """Release threads and groups this world made."""
+
     @abstractmethod
     def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
         """Everybody's text on a topic, by rank, over the control plane; never a collective that some may not enter."""
-
-    def close(self) -> None:
-        """Release threads and groups this world made."""

@@ -1,10 +1,10 @@
 """The torch.compile backend: a Dynamo graph in, phases to the schedule maker, a runnable step out.
 
 [Note: one call]
-Dynamo calls what `CaptureBackend` returns with the module's parameters, buffers and inputs. AOTAutograd's own wrappers look after
-mutation, aliased outputs and tangent strides and call our forward inside an autograd node. A pre-hook on that node sees
-which outputs got a gradient before zeros are made for the others, and keeps the call's state alive exactly as long as
-its backward may come: a dropped loss drops the node, the hook and the state.
+Dynamo calls what `CaptureBackend` returns with the module's parameters, buffers and inputs. AOTAutograd's own wrappers
+look after mutation, aliased outputs and tangent strides and call our forward inside an autograd node. A pre-hook on
+that node sees which outputs got a gradient before zeros are made for the others, and keeps the call's state alive
+exactly as long as its backward may come: a dropped loss drops the node, the hook and the state.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class CaptureBackend:
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         values = [n.meta.get("example_value") for n in placeholders]
         fake_mode = torch_private.detect_fake_mode(values)
+        assert fake_mode is not None, "Dynamo always traces with fake tensors"
         names: dict[int, str] = {}
         plain: list[Any] = []
         for i, (value, example) in enumerate(zip(values, examples)):
@@ -158,7 +159,8 @@ def _copied(captured: Captured) -> Captured:
 
 
 def _skeleton(module: fx.GraphModule) -> fx.GraphModule:
-    """Placeholders and outputs of backward alone: what AOTAutograd reads of it. It copies and keeps what it is given."""
+    """Placeholders and outputs of backward alone: what AOTAutograd reads of it. It copies and keeps what it is
+    given."""
     graph = fx.Graph()
     first = None
     for node in module.graph.find_nodes(op="placeholder"):

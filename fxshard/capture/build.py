@@ -56,7 +56,8 @@ def mark_parameters(
 
 
 def refuse_parameter_effects(forward: fx.Graph, num_outputs: int) -> None:
-    """A parameter may be neither written to in forward nor returned, nor any view of it: there is no whole one to hand out."""
+    """A parameter may be neither written to in forward nor returned, nor any view of it: there is no whole one to hand
+    out."""
     for node in forward.nodes:
         for target in mutated_inputs(node):
             for root in alias_roots(target):
@@ -112,7 +113,7 @@ def mend_saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -
     output = next(iter(reversed(forward.nodes)))
     results = list(output.args[0])
     saved = results[num_outputs:]
-    holders = [n for n in backward.find_nodes(op="placeholder")]
+    holders = list(backward.find_nodes(op="placeholder"))
     by_name = {n.name: n for n in holders}
     sources = _parameter_only(forward)
     copied: dict[fx.Node, fx.Node] = {}
@@ -162,8 +163,8 @@ def mend_saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -
             backward.erase_node(holder)
         elif roots:
             raise CaptureError(
-                f"a value kept for backward{_where(value)} is a view of parameter {sorted(map(str, roots))} that depends "
-                "on data; it would keep the gathered unit alive. Clone it in forward"
+                f"a value kept for backward{_where(value)} is a view of parameter {sorted(map(str, roots))} that "
+                "depends on data; it would keep the gathered unit alive. Clone it in forward"
             )
         else:
             kept.append(value)
@@ -202,7 +203,7 @@ def build_phases(
     backward = Phase("backward", backward_graph, flats)
     tangents = [n for n in backward_graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
     gradients = {}
-    results = backward.output.args[0]
+    results = backward.results
     order = [n for n in forward_graph.find_nodes(op="placeholder") if index_of[n] is not None]
     positions = set()
     for position, (placeholder, gradient) in enumerate(zip(order, results)):

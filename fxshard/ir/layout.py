@@ -21,7 +21,8 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter as the user's module has it. `stride` is of the logical shape; the flat piece follows storage order."""
+    """One parameter as the user's module has it. `stride` is of the logical shape; the flat piece follows storage
+    order."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -38,7 +39,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that one rank holds: `length` elements from `start` of the parameter, at `shard_start` of the shard."""
+    """The part of one parameter that one rank holds: `length` elements from `start` of the parameter, at `shard_start`
+    of the shard."""
 
     index: int
     start: int
@@ -76,7 +78,8 @@ class FlatParameter:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> FlatParameter:
-        """Lay `parameters` (one dtype, registration order) out: each piece and each rank's shard starts 16-byte aligned."""
+        """Lay `parameters` (one dtype, registration order) out: each piece and each rank's shard starts 16-byte
+        aligned."""
         dtype, requires_grad = parameters[0].dtype, parameters[0].requires_grad
         assert all(p.dtype == dtype for p in parameters)
         param_dtype, reduce_dtype = param_dtype or dtype, reduce_dtype or dtype

@@ -44,7 +44,8 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in the arena: `num_bytes` from `offset`. `after` names the nodes whose end frees the bytes for this use."""
+    """A place in the arena: `num_bytes` from `offset`. `after` names the nodes whose end frees the bytes for this
+    use."""
 
     offset: int
     num_bytes: int
@@ -159,6 +160,11 @@ class Phase:
     def output(self) -> fx.Node:
         return next(iter(reversed(self.graph.nodes)))
 
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the phase returns: nodes, constants and None."""
+        return tuple(self.output.args[0])  # type: ignore[arg-type]
+
     def views(self, flat: str) -> list[fx.Node]:
         return self.nodes("param_view", flat)
 
@@ -260,7 +266,8 @@ class Phase:
 
     def copy(self) -> tuple[Phase, dict[fx.Node, fx.Node]]:
         """A deep copy and the map from old to new nodes."""
-        graph, mapping = fx.Graph(), {}
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(self.graph, mapping)
         old_output = self.output
         mapping[old_output] = graph.output(output)

@@ -4,7 +4,8 @@ AOTAutograd hands the backward zeros for an output the loss did not use. Zeros t
 eager never computed anything, and a parameter that eager leaves without gradient would get zeros, and weight decay.
 
 The backward graph is linear in its tangents. So a node all of whose tangent-dependent inputs are known to be absent is
-absent itself; where an absent value meets a present one, an addition takes the present one and any other operator real zeros.
+absent itself; where an absent value meets a present one, an addition takes the present one and any other operator real
+zeros.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxshard.ir import ops
 from fxshard.ir.aliasing import mutated_inputs
-from fxshard.ir.schedule import INFO, Phase, flatten_nodes, info
+from fxshard.ir.schedule import Phase, flatten_nodes, info
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def specialise(phase: Phase, given: Sequence[bool]) -> Phase:
         inputs = set(flatten_nodes((node.args, node.kwargs)))
         kind = info(node).kind
         if kind == "flatten_grads":
-            node.update_arg(0, [None if g in absent else g for g in node.args[0]])  # type: ignore[union-attr]
+            node.update_arg(0, [None if g in absent else g for g in node.args[0]])
             continue
         if kind == "presence":
             gradients = [None if g is None else mapping[g] for g in node.meta["gradients"]]
@@ -62,7 +62,8 @@ def specialise(phase: Phase, given: Sequence[bool]) -> Phase:
 
 
 def _meet(graph: fx.Graph, node: fx.Node, absent: set[fx.Node]) -> None:
-    """An absent input beside a present one: an addition of equal shapes becomes the present one, else zeros are made."""
+    """An absent input beside a present one: an addition of equal shapes becomes the present one, else zeros are
+    made."""
     if node.target is aten.add.Tensor and not node.kwargs:
         left, right = node.args[0], node.args[1]
         present = right if left in absent else left
@@ -84,12 +85,3 @@ def _meet(graph: fx.Graph, node: fx.Node, absent: set[fx.Node]) -> None:
 def _same_kind(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
     return x.shape == y.shape and x.dtype == y.dtype
-
-
-def gradient_flags(phase: Phase) -> dict[str, list[bool]]:
-    """For each FlatParameter, which of its parameters have a gradient in this phase."""
-    return {
-        info(n).flat or "": [g is not None for g in n.args[0]]  # type: ignore[union-attr]
-        for n in phase.graph.nodes
-        if n.meta.get(INFO) is not None and n.target is ops.flatten_grads
-    }

@@ -1,4 +1,5 @@
-"""Text form of a schedule: one operation a line, in issue order, fixed columns. No ids, addresses, paths, ranks or times."""
+"""Text form of a schedule: one operation a line, in issue order, fixed columns. No ids, addresses, paths, ranks or
+times."""
 
 from __future__ import annotations
 
@@ -70,9 +71,8 @@ def phase_lines(phase: Phase, width: int, every: bool = False) -> list[str]:
                 unit = owner
             count += 1
             if every:
-                lines.append(
-                    f"  {'compute':<9}  {'op':<5}  {'':<{width}}  {node.name} = {describe(node)}  {user_line(node)}".rstrip()
-                )
+                what = f"{node.name} = {describe(node)}  {user_line(node)}"
+                lines.append(f"  {'compute':<9}  {'op':<5}  {'':<{width}}  {what}".rstrip())
                 count = 0
         elif found.kind in ops.LABELS:
             flush()

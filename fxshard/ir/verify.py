@@ -41,7 +41,8 @@ def inputs_precede_uses(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 
 def one_wait_for_each_issue(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Every collective has exactly one WAIT, and only the WAIT (or a collective chained to it) reads what it returns."""
+    """Every collective has exactly one WAIT, and only the WAIT (or a collective chained to it) reads what it
+    returns."""
     problems = []
     for node in phase.nodes():
         if info(node).kind in ("all_gather", "reduce_scatter", "all_reduce", "presence"):
@@ -73,7 +74,7 @@ def nothing_leaves_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
     """No output and no value saved for backward shares memory with a gathered buffer or a shard."""
     kinds = ("all_gather", "cast_shard", "shard", "resident", "parameter")
     problems = []
-    for value in phase.output.args[0]:  # type: ignore[union-attr]
+    for value in phase.results:
         if isinstance(value, fx.Node):
             for root in alias_roots(value):
                 if info(root).kind in kinds:
@@ -143,7 +144,8 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 
 def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last use."""
+    """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last
+    use."""
     if "memory-planned" not in schedule.established:
         return []
     position = {node: i for i, node in enumerate(phase.graph.nodes)}
