@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import types
+import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from fxshard.runtime import Executor, FlatStorage, GlooWorld, NcclWorld, Program
 from fxshard.units import BytesOfFirstUse, Unit, flat_parameters, partition, units_by_bytes
 
 _STATE = "_fxshard"
+_FAILED = "FAILED "
 
 
 class ShardedModule:
@@ -77,6 +79,8 @@ class _State:
         self.original_class = type(module)
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.plain = False
+        self.announced = False
+        """Whether this rank has told the others how its first capture went."""
 
     @property
     def module(self) -> nn.Module:
@@ -116,13 +120,38 @@ class _State:
         assert self.world is not None
         if text in self.skeletons:
             return
+        self.announced = True
         answers = self.world.exchange("skeleton", text, self.options.timeout_s)
+        for rank, answer in enumerate(answers):
+            if answer.startswith(_FAILED):
+                raise AgreementError(f"rank {rank} could not capture its forward: {answer.removeprefix(_FAILED)}")
         if (other := _first_difference(answers)) is not None:
             self.captured.remove(schedule)
             raise AgreementError(
                 f"ranks captured different communication: {other}. Every rank must run the same model code"
             )
         self.skeletons.add(text)
+
+    def give_up(self, error: Exception) -> None:
+        """After a failed first capture: tell the other ranks, who fail too, and make the module what it was before."""
+        if self.programs or self.world is None:
+            return
+        if not self.announced:
+            self.announced = True
+            self.world.exchange("skeleton", f"{_FAILED}{error}", self.options.timeout_s)
+        module = self.module
+        for storage in self.storages.values():
+            for spec in storage.flat.parameters:
+                piece: Any = storage.parameters[spec.fqn]
+                with torch.no_grad():
+                    whole = nn.Parameter(piece.full_tensor(), requires_grad=piece.requires_grad)
+                if not _become(piece, whole):
+                    for owner in module.modules():
+                        for name, p in owner._parameters.items():
+                            if p is piece:
+                                owner._parameters[name] = whole
+        module.__class__ = self.original_class
+        del module.__dict__[_STATE]
 
     # -- for the user
 
@@ -206,7 +235,7 @@ def compile(
     world = world or _world(F, mesh, device)
     _agree_on_model(world, flats, settings)
     state = _State(model, flats, world, W, F, settings)
-    _shard(model, units, state, init)
+    _shard(model, state, init)
     _install(model, state)
     return model
 
@@ -237,6 +266,12 @@ def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
     kinds = {p.device.type for _, p in model.named_parameters()} - {"meta"}
     if len(kinds) > 1:
         raise ValueError(f"parameters are on several devices ({', '.join(sorted(kinds))}); move the model to one")
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks]
+    if hooked:
+        raise ValueError(
+            f"parameters have tensor hooks ({', '.join(hooked[:4])}): sharded gradients do not pass through autograd. "
+            "Remove them; register_post_accumulate_grad_hook sees the reduced gradient"
+        )
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -313,39 +348,51 @@ def _first_difference(texts: Sequence[str]) -> str | None:
     return None
 
 
-def _shard(model: nn.Module, units: Sequence[Unit], state: _State, init: InitFunction | None) -> None:
-    """Unit by unit: make it (if on meta), take this rank's part, put ShardedParameters in, drop the whole."""
+def _shard(model: nn.Module, state: _State, init: InitFunction | None) -> None:
+    """Take this rank's part of every unit, one unit at a time, then turn the module's parameters into pieces.
+
+    Nothing of the module changes before every part is there. Parameters keep their identity: an optimizer made before
+    goes on holding the module's parameters.
+    """
     world, options = state.world, state.options
     assert world is not None
-    owners: dict[str, tuple[nn.Module, str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name in module._parameters:
-            owners[f"{prefix}.{name}" if prefix else name] = (module, name)
-    prepared: dict[str, FlatStorage] = {}
-    for flat in state.flats.values():
-        modules = {id(owners[fqn][0]): owners[fqn][0] for fqn in flat.fqns}
-        for module in modules.values():
-            _materialise(module, world.device, init)
-        full = torch.zeros(flat.padded_numel, dtype=flat.dtype, device=world.device)
-        for spec, offset in zip(flat.parameters, flat.offsets):
+    owners = {
+        f"{prefix}.{name}" if prefix else name: (module, name)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._parameters
+    }
+    with _Materialised(world.device, init) as materialised:
+        for flat in state.flats.values():
+            full = torch.zeros(flat.padded_numel, dtype=flat.dtype, device=world.device)
+            for spec, offset in zip(flat.parameters, flat.offsets):
+                module, name = owners[spec.fqn]
+                source = materialised.parameter(module, name)
+                full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride).copy_(source.detach())
+            part = world.scatter_from_first(flat, full) if options.sync_parameters else world.my_part(flat, full)
+            shard = part.clone() if part.untyped_storage().nbytes() > part.numel() * part.element_size() else part
+            state.storages[flat.name] = FlatStorage(flat, world, shard, state.generation)
+            del full
+        materialised.buffers(model)
+    replaced = []
+    for storage in state.storages.values():
+        for spec in storage.flat.parameters:
+            piece = storage.parameters[spec.fqn]
             module, name = owners[spec.fqn]
-            source = module._parameters[name]
-            assert source is not None
-            full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride).copy_(source.detach())
-        if options.sync_parameters:
-            shard = world.scatter_from_first(flat, full)
-        else:
-            shard = world.my_part(flat, full)
-        if shard.untyped_storage().nbytes() != shard.numel() * shard.element_size():
-            shard = shard.clone()
-        storage = prepared[flat.name] = FlatStorage(flat, world, shard, state.generation)
-        for spec in flat.parameters:
-            for fqn in (spec.fqn, *spec.aliases):
-                module, name = owners[fqn]
-                module._parameters[name] = storage.parameters[spec.fqn]
-        del full
-    for module in model.modules():
-        _materialise(module, world.device, init)  # modules that only have buffers
+            original = module._parameters[name]
+            assert original is not None
+            if _become(original, piece):
+                storage.parameters[spec.fqn] = original
+            else:
+                replaced.append(spec.fqn)
+                for fqn in (spec.fqn, *spec.aliases):
+                    owner, own_name = owners[fqn]
+                    owner._parameters[own_name] = piece
+    if replaced:
+        warnings.warn(
+            f"{len(replaced)} parameters ('{replaced[0]}', ...) are weakly referenced elsewhere (a torch.compile of "
+            "this model?) and were replaced by new objects: an optimizer made before does not hold them",
+            stacklevel=3,
+        )
     for buffer in model.buffers():
         if options.sync_parameters:
             world.broadcast_from_first(buffer)
@@ -356,43 +403,110 @@ def _shard(model: nn.Module, units: Sequence[Unit], state: _State, init: InitFun
                     module._buffers[name] = value.to(options.mixed_precision.buffers)
     if isinstance(world, VirtualWorld):
         world.attach(model)
-    state.storages = prepared
-    state.executor = Executor(prepared, world, state.generation, debug=options.debug)
+    state.executor = Executor(state.storages, world, state.generation, debug=options.debug)
 
 
-def _materialise(module: nn.Module, device: torch.device, init: InitFunction | None) -> None:
-    """Make a module's own meta parameters and buffers real and initialise them."""
-    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-    if not any(t.device.type == "meta" for t in own):
-        return
-    assert init is not None
-    for table in (module._parameters, module._buffers):
-        for name, tensor in table.items():
-            if tensor is not None and tensor.device.type == "meta":
-                empty = torch.empty_like(tensor, device=device)
-                table[name] = nn.Parameter(empty, tensor.requires_grad) if table is module._parameters else empty  # type: ignore[assignment]
-    init(module)
+def _become(original: nn.Parameter, piece: nn.Parameter) -> bool:
+    """Turn `original` into `piece`, keeping the object and what the user put on it; False if weakly referenced."""
+    for key, value in original.__dict__.items():
+        piece.__dict__.setdefault(key, value)
+    try:
+        torch.utils.swap_tensors(original, piece)
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Materialised:
+    """Modules on the meta device made real one at a time; each parameter is put back on meta once it was taken.
+
+    On an exception everything is as it was, buffers included.
+    """
+
+    def __init__(self, device: torch.device, init: InitFunction | None):
+        self.device, self.init = device, init
+        self.saved: list[tuple[dict[str, Any], str, Any]] = []
+        self.seen: set[nn.Module] = set()
+        self.origins: dict[tuple[int, str], Any] = {}
+
+    def __enter__(self) -> _Materialised:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            for table, name, tensor in self.saved:
+                table[name] = tensor
+
+    def parameter(self, module: nn.Module, name: str) -> Tensor:
+        self._make(module)
+        table = module._parameters
+        tensor = table[name]
+        assert tensor is not None
+        if (id(table), name) in self.origins:
+            table[name] = self.origins.pop((id(table), name))
+        return tensor
+
+    def buffers(self, model: nn.Module) -> None:
+        """Modules that have only buffers."""
+        for module in model.modules():
+            self._make(module)
+
+    def _make(self, module: nn.Module) -> None:
+        if module in self.seen:
+            return
+        self.seen.add(module)
+        places = [
+            (table, name, tensor)
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
+            if tensor is not None and tensor.device.type == "meta"
+        ]
+        if not places:
+            return
+        assert self.init is not None
+        for table, name, tensor in places:
+            real = torch.empty_like(tensor, device=self.device)
+            self.saved.append((table, name, tensor))  # type: ignore[arg-type]
+            if table is module._parameters:
+                self.origins[id(table), name] = tensor
+                table[name] = nn.Parameter(real, tensor.requires_grad)
+            else:
+                table[name] = real  # type: ignore[assignment]
+        self.init(module)
 
 
 def _install(model: nn.Module, state: _State) -> None:
-    """Swap the class for one with the mixin and put the captured call in place."""
+    """Swap the class for one with the mixin, whose forward runs the captured step. Hooks stay outside of it."""
     original = type(model)
-    mixed = type(original.__name__, (ShardedModule, original), {"__module__": original.__module__})
-    model.__class__ = mixed
-    model.__dict__[_STATE] = state
     state.handles = _compute_handles(model, state)
-    captured = torch.compile(
-        _own_call(model),
+    run = _runner(model, state, _capturing(model, state))
+
+    @functools.wraps(model.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    model.__class__ = type(
+        original.__name__, (ShardedModule, original), {"__module__": original.__module__, "forward": forward}
+    )
+    model.__dict__[_STATE] = state
+
+
+def _capturing(model: nn.Module, state: _State) -> Callable[..., Any]:
+    """The model's own forward under torch.compile.
+
+    A code object of its own keeps Dynamo's cache, and the limit on captures, per model and not per class.
+    """
+    user_forward = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return user_forward(*args, **kwargs)
+
+    return torch.compile(
+        torch_private.own_code(forward),
         backend=CaptureBackend(state),
         fullgraph=state.options.fullgraph,
         dynamic=state.options.dynamic,
     )
-    model._compiled_call_impl = _runner(model, state, captured)
-
-
-def _own_call(model: nn.Module) -> Callable[..., Any]:
-    """`model._call_impl` (hooks included) behind a code object of this model's own."""
-    return types.MethodType(torch_private.own_code(nn.Module._call_impl), model)  # type: ignore[arg-type]
 
 
 def _compute_handles(model: nn.Module, state: _State) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
@@ -427,23 +541,27 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if state.plain:
-            module = reference()
-            assert module is not None
-            return module._call_impl(*args, **kwargs)
+            return state.original_class.forward(reference(), *args, **kwargs)
         if cast_to is not None:
             args, kwargs = pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
         for table, name, master, handle in handles:
             if handle.requires_grad != master.requires_grad:
                 handle.requires_grad_(master.requires_grad)
             table[name] = handle
+        failure: Exception | None = None
+        outputs = None
         try:
             with torch_private.while_capturing():
                 outputs = captured(*args, **kwargs)
         except (torch_private.TorchDynamoException, torch_private.BackendCompilerFailed) as error:
-            raise capture_error(error, reference()) from error
+            failure = capture_error(error, reference())
+            failure.__cause__ = error
         finally:
             for table, name, master, _ in handles:
                 table[name] = master
+        if failure is not None:
+            state.give_up(failure)
+            raise failure
         if type(outputs) is not torch.Tensor:
             for leaf in pytree.tree_leaves(outputs):
                 if isinstance(leaf, ShardedParameter):
@@ -483,9 +601,7 @@ def _trace(
     if options.mixed_precision.param is not None:
         dtype = options.mixed_precision.param
         args, kwargs = pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
-    captured = torch.compile(
-        _own_call(model), backend=CaptureBackend(state), fullgraph=options.fullgraph, dynamic=options.dynamic
-    )
+    captured = _capturing(model, state)
     try:
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, p in module._parameters.items():

@@ -275,13 +275,13 @@ class _Binder:
         out = self._place(node, storage.flat.param_dtype, source.numel())
         self.buffers[node] = out
         before = self._before(node, queue)
-        name = node.name
+        read, label = self._label(node.args[0]), self._label(node)  # type: ignore[arg-type]
 
         def run() -> None:
             before()
             with streams.on(queue):
-                streams.touch(queue, f"shard:{storage.flat.name}", False)
-                streams.touch(queue, name, True)
+                streams.touch(queue, read, False)
+                streams.touch(queue, label, True)
                 cast_shard(source, out)
 
         return run
@@ -292,20 +292,16 @@ class _Binder:
         shard = self.buffers[source_node]
         full = self._place(node, storage.flat.param_dtype, storage.flat.padded_numel)
         self.buffers[node] = full
-        issue, before, name = (
-            self.world.bind_all_gather(storage.flat, shard, full),
-            self._before(node, "unshard"),
-            node.name,
-        )
-        read = source_node.name if info(source_node).kind == "cast_shard" else f"shard:{storage.flat.name}"
+        issue, before = self.world.bind_all_gather(storage.flat, shard, full), self._before(node, "unshard")
+        read, label, done = self._label(source_node), self._label(node), _done(node)
 
         def run() -> Pending:
             before()
             with streams.on("unshard"):
                 streams.touch("unshard", read, False)
-                streams.touch("unshard", name, True)
+                streams.touch("unshard", label, True)
                 pending = issue(None)
-                events[f"{name}:done"] = streams.record("unshard")
+                events[done] = streams.record("unshard")
             return pending
 
         return run
@@ -315,7 +311,7 @@ class _Binder:
         if info(source).kind == "presence":
             return lambda pending: pending()
         self.buffers[node] = self.buffers[source]
-        done, queue, streams, events = f"{source.name}:done", info(node).queue, self.streams, self.events
+        done, queue, streams, events = _done(source), info(node).queue, self.streams, self.events
         if queue == "replicate":
 
             def chain(pending: Pending) -> Pending:
@@ -324,12 +320,12 @@ class _Binder:
 
             return chain
 
-        name = self._writer(source)
+        label = self._label(source)
 
         def run(pending: Pending) -> None:
             pending.wait()
             streams.wait("compute", events[done])
-            streams.touch("compute", name, False)
+            streams.touch("compute", label, False)
 
         return run
 
@@ -341,23 +337,27 @@ class _Binder:
 
     def _free(self, node: fx.Node) -> Callable[..., Any]:
         streams, executor = self.streams, self.executor
-        buffer, name = self.buffers[node.args[0]], self._writer(node.args[0])  # type: ignore[index, arg-type]
+        full: Any = node.args[0]
+        buffer, label = self.buffers[full], self._label(full)
         fill = executor.debug and buffer.numel() > 0
         raw = buffer.view(torch.uint8) if fill else buffer
 
         def run() -> None:
             # The last reads of the buffer are on compute; what reuses it waits for this point.
-            streams.touch("compute", name, fill)
+            streams.touch("compute", label, fill)
             if fill:
                 raw.fill_(0xFF)  # NaN in every floating dtype
 
         return run
 
-    def _writer(self, node: fx.Node) -> str:
-        """The name under which a buffer is tracked: the node that fills it."""
-        while info(node).kind == "wait":
-            node = node.args[0]  # type: ignore[assignment]
-        return node.name
+    def _label(self, node: fx.Node) -> str:
+        """The name under which a buffer's accesses are recorded: `phase:node` of the node that fills it."""
+        kind = info(node).kind
+        if kind in ("wait", "all_reduce") and isinstance(source := node.args[0], fx.Node):
+            return self._label(source)  # an AllReduce works in place
+        if node.op == "placeholder" or (info(node).flat in self.schedule.resident and kind == "all_gather"):
+            return f"{'shard' if kind == 'shard' else 'resident'}:{info(node).flat}"
+        return f"{self.phase.name}:{node.name}"
 
     def _throttle(self, node: fx.Node) -> Callable[..., Any]:
         freed: Any = node.args[0]
@@ -376,13 +376,14 @@ class _Binder:
         numels = [p.numel for p in flat.parameters]
         strides = [p.stride for p in flat.parameters]
         plan = FlattenPlan(flat.offsets, numels, flat.padded_numel, out.device)
-        scale, before, name = 1.0 / self.world.data_ranks, self._before(node, "compute"), node.name
+        scale, before = 1.0 / self.world.data_ranks, self._before(node, "compute")
+        label, done = self._label(node), _done(node)
 
         def run(gradients: Sequence[Tensor | None]) -> None:
             before()
-            streams.touch("compute", name, True)
+            streams.touch("compute", label, True)
             flatten_cast_scale(gradients, flat.offsets, numels, out, scale, strides=strides, plan=plan)
-            events[f"{name}:done"] = streams.record("compute")
+            events[done] = streams.record("compute")
 
         return run
 
@@ -395,16 +396,17 @@ class _Binder:
         out, staging = self._out_and_staging(node, dtype, held, (flat.F - 1) * flat.shard_numel, flat.reduce_dtype)
         self.buffers[node] = out
         issue = self.world.bind_reduce_scatter(flat, self.buffers[source], out, staging)
-        before, name, read = self._before(node, "reduce"), node.name, source.name
+        before, ready, done = self._before(node, "reduce"), _done(source), _done(node)
+        read, label = self._label(source), self._label(node)
 
         def run() -> Pending:
             before()
-            streams.wait("reduce", events[f"{read}:done"])
+            streams.wait("reduce", events[ready])
             with streams.on("reduce"):
                 streams.touch("reduce", read, False)
-                streams.touch("reduce", name, True)
+                streams.touch("reduce", label, True)
                 pending = issue(None)
-                events[f"{name}:done"] = streams.record("reduce")
+                events[done] = streams.record("reduce")
             return pending
 
         return run
@@ -431,21 +433,18 @@ class _Binder:
         self.buffers[node] = value
         slot = node.meta.get("slot")
         staging = self.executor.slot(slot, value.dtype, slot.num_bytes // value.dtype.itemsize) if slot else value[:0]
-        issue, before, name = (
-            self.world.bind_all_reduce(storage.flat, value, staging),
-            self._before(node, "replicate"),
-            node.name,
-        )
-        writer, plain = self._writer(source), info(source).kind != "wait"
+        issue, before = self.world.bind_all_reduce(storage.flat, value, staging), self._before(node, "replicate")
+        label, done = self._label(node), _done(node)
+        ready = _done(source) if info(source).kind != "wait" else None
 
         def run(previous: Pending | None = None) -> Pending:
             before()
-            if plain:
-                streams.wait("replicate", events[f"{writer}:done"])
+            if ready is not None:
+                streams.wait("replicate", events[ready])
             with streams.on("replicate"):
-                streams.touch("replicate", writer, True)
+                streams.touch("replicate", label, True)
                 pending = issue(previous)
-                events[f"{name}:done"] = streams.record("replicate")
+                events[done] = streams.record("replicate")
             return pending
 
         return run
@@ -454,15 +453,13 @@ class _Binder:
         storage, world, streams = self._flat(node), self.world, self.streams
         source: Any = node.args[0]
         accumulate = storage.bind_accumulate(self.buffers[source][: world.held_numel(storage.flat)])
-        while info(source).kind in ("wait", "all_reduce") and isinstance(source.args[0], fx.Node):
-            source = source.args[0]
         start: Any = node.args[3] if len(node.args) > 3 else 0
         stop = start + len(storage.flat.parameters)
         static = [g is not None for g in self._gradients(info(node).flat or "")]
-        missing, name = not all(static), source.name
+        missing, label = not all(static), self._label(source)
 
         def run(present: list[bool] | None = None) -> None:
-            streams.touch("compute", name, False)
+            streams.touch("compute", label, False)
             if world.completes():
                 flags = present[start:stop] if present is not None else static if missing else None
                 accumulate(flags)
@@ -479,3 +476,8 @@ class _Binder:
     def _presence(self, node: fx.Node) -> Callable[..., Any]:
         flags: Any = node.args[0]
         return lambda: self.world.presence(flags)
+
+
+def _done(node: fx.Node) -> str:
+    """Key of the event that marks the node's result as written."""
+    return f"{node.name}:done"

@@ -8,7 +8,8 @@ marks a point of a queue, `wait` makes a queue wait for such a point. The host n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,48 +79,33 @@ class Access:
 class RecordingStreams(Streams):
     """Executes nothing asynchronously, but keeps the order that streams and events alone guarantee.
 
-    Each queue has a vector clock: position on its own line and the latest position it knows of every other. `races`
-    lists pairs of accesses to one buffer, one of them a write, that no chain of events orders.
+    Each queue has a vector clock: its own position and the latest position of every other queue that it knows to be
+    past. `races` lists pairs of accesses to one memory, one of them a write, that no chain of events orders.
     """
 
     clocks: dict[str, dict[str, int]] = field(default_factory=lambda: {q: dict.fromkeys(QUEUES, 0) for q in QUEUES})
     accesses: list[Access] = field(default_factory=list)
-    log: list[tuple[str, str, str]] = field(default_factory=list)
-    current: str = "compute"
-
-    @contextlib.contextmanager
-    def on(self, queue: str) -> Iterator[None]:
-        previous, self.current = self.current, queue
-        try:
-            yield
-        finally:
-            self.current = previous
 
     def record(self, queue: str) -> dict[str, int]:
-        self.log.append(("record", queue, ""))
         return dict(self.clocks[queue])
 
     def wait(self, queue: str, event: dict[str, int] | None) -> None:
-        if event is None:
-            return
-        self.log.append(("wait", queue, ""))
         mine = self.clocks[queue]
-        for q, time in event.items():
+        for q, time in (event or {}).items():
             mine[q] = max(mine[q], time)
 
     def touch(self, queue: str, buffer: str, write: bool) -> None:
         mine = self.clocks[queue]
         mine[queue] += 1
-        self.log.append(("write" if write else "read", queue, buffer))
         self.accesses.append(Access(queue, buffer, write, mine[queue], dict(mine)))
 
-    def races(self, overlap: Any = None) -> list[tuple[Access, Access]]:
-        """Unordered pairs. `overlap(a, b)` says whether two buffer names share memory; by default equal names do."""
-        share = overlap or (lambda a, b: a == b)
-        found = []
-        for i, first in enumerate(self.accesses):
-            for second in self.accesses[i + 1 :]:
-                ordered = second.clock[first.queue] >= first.time
-                if (first.write or second.write) and not ordered and share(first.buffer, second.buffer):
-                    found.append((first, second))
-        return found
+    def races(self, share: Callable[[str, str], bool] = operator.eq) -> list[tuple[Access, Access]]:
+        """Unordered pairs. `share(a, b)` says whether two buffers have memory in common; by default equal names do."""
+        return [
+            (first, second)
+            for i, first in enumerate(self.accesses)
+            for second in self.accesses[i + 1 :]
+            if (first.write or second.write)
+            and second.clock[first.queue] < first.time
+            and share(first.buffer, second.buffer)
+        ]

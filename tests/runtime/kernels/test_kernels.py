@@ -105,7 +105,7 @@ def in_storage_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Ten
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_flatten_all_dtypes_and_odd_sizes(grad_dtype: torch.dtype, out_dtype: torch.dtype, use_triton: bool) -> None:
-    numels = (*SIZES, 33, BLOCK_NUMEL + 1)
+    numels = (*SIZES, 33, BLOCK_NUMEL + 1, 3)
     offsets, total = layout(numels, head=16, tail=BLOCK_NUMEL + 48)
     values = [random(numel, grad_dtype, i) for i, numel in enumerate(numels)]
     grads: list[torch.Tensor | None] = [misaligned(v) if i in (2, 6) else v for i, v in enumerate(values)]
@@ -121,10 +121,10 @@ def test_flatten_all_dtypes_and_odd_sizes(grad_dtype: torch.dtype, out_dtype: to
 
 @pytest.mark.parametrize("shift", [False, True], ids=["aligned", "misaligned"])
 @pytest.mark.parametrize("head", [0, 8, 3])
-@pytest.mark.parametrize("numel", [*SIZES, BLOCK_NUMEL, BLOCK_NUMEL + 1, 2 * BLOCK_NUMEL + 7])
+@pytest.mark.parametrize("numel", [*SIZES, BLOCK_NUMEL - 1, BLOCK_NUMEL, BLOCK_NUMEL + 1, 2 * BLOCK_NUMEL + 7])
 def test_flatten_one_piece_at_any_alignment(numel: int, head: int, shift: bool, use_triton: bool) -> None:
-    grad = random(numel, torch.bfloat16)
-    grad = misaligned(grad) if shift else grad
+    memory = torch.full((numel + 9,), NAN, dtype=torch.bfloat16, device=DEVICE)
+    grad = memory[shift : shift + numel].copy_(random(numel, torch.bfloat16))
     expected = torch.zeros(head + numel + 5, device=DEVICE)
     expected[head : head + numel] = scaled(grad, 0.37, torch.float32, use_triton)
     out = torch.full_like(expected, NAN)
@@ -171,6 +171,19 @@ def test_flatten_follows_the_storage_order_of_the_parameters(use_triton: bool) -
     grads, strides = [grad for grad, _ in cases], [stride for _, stride in cases]
     flatten_cast_scale(grads, offsets, numels, out, 1 / 3, strides=strides, use_triton=use_triton)
     assert_same_bits(out, expected)
+
+
+def test_flatten_copies_no_gradient_that_lies_as_its_parameter(
+    use_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strides = [(20, 1), (1, 6), (60, 1, 12, 3), (7, 20, 1)]
+    shapes = [(6, 20), (6, 20), (2, 3, 5, 4), (1, 6, 20)]
+    grads = [random(120, torch.float32).as_strided(shape, stride) for shape, stride in zip(shapes, strides)]
+    strides[3] = (120, 20, 1)
+    out = torch.empty(480, device=DEVICE)
+    monkeypatch.setattr(torch, "empty_strided", None)
+    flatten_cast_scale(grads, (0, 120, 240, 360), (120,) * 4, out, 1.0, strides=strides, use_triton=use_triton)
+    assert_same_bits(out, random(120, torch.float32).repeat(4))
 
 
 def test_flatten_takes_a_flat_gradient_as_it_is(use_triton: bool) -> None:
@@ -265,10 +278,11 @@ def test_segments_cover_the_buffer() -> None:
 
 
 def test_plan_tables_name_the_segment_of_every_block() -> None:
-    plan = FlattenPlan((0, BLOCK_NUMEL), (3, BLOCK_NUMEL + 1), 3 * BLOCK_NUMEL, DEVICE)
-    assert plan.block_table.tolist() == [0, 1, 1]
-    assert plan.segment_table.tolist() == [[0, 3, BLOCK_NUMEL, 0], [BLOCK_NUMEL, BLOCK_NUMEL + 1, 2 * BLOCK_NUMEL, 1]]
-    assert plan.num_blocks == 3
+    B = BLOCK_NUMEL
+    plan = FlattenPlan((0, B, 3 * B), (3, B + 1, 7), 3 * B + 8, DEVICE)
+    assert plan.block_table.tolist() == [0, 1, 1, 2]
+    assert plan.segment_table.tolist() == [[0, 3, B, 0], [B, B + 1, 2 * B, 1], [3 * B, 7, 8, 3]]
+    assert plan.num_blocks == 4
 
 
 def test_plan_uploads_addresses_only_when_they_change(use_triton: bool) -> None:
@@ -489,9 +503,11 @@ def test_sum_accumulates_16_bit_chunks_in_fp32(use_triton: bool) -> None:
 
 def test_sum_of_negative_zeros_is_one(use_triton: bool) -> None:
     for F in (1, 3):
-        out = torch.full((5,), NAN, device=DEVICE)
-        chunk_sum(torch.full((F, 5), -0.0, device=DEVICE), out, use_triton=use_triton)
-        assert_same_bits(out, torch.full((5,), -0.0, device=DEVICE))
+        chunks = torch.full((F, BLOCK_NUMEL + 5), -0.0, device=DEVICE)
+        for form in (chunks, list(chunks)):
+            out = torch.full_like(chunks[0], NAN)
+            chunk_sum(form, out, use_triton=use_triton)
+            assert_same_bits(out, chunks[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -600,7 +616,7 @@ for choice in (None, False):
     chunk_sum([half, half], out, use_triton=choice)
     unflatten_copy(out, (0,), (6,), [(2, 3)], [(3, 1)], [back], use_triton=choice)
     assert back.tolist() == [[1.0] * 3] * 2 and out[6:].tolist() == [0.0, 0.0]
-assert sys.modules.get("triton") is None
+assert "fxshard.runtime.kernels.triton_kernels" not in sys.modules
 try:
     cast_shard(out, half, use_triton=True)
 except ValueError as error:
@@ -617,6 +633,42 @@ def test_triton_is_optional_on_cpu() -> None:
 def test_triton_on_cpu_needs_its_interpreter() -> None:
     said = run_python("-c", WITHOUT_TRITON.replace("BLOCK", ""))
     assert "use_triton=True for tensors on cpu" in said and "TRITON_INTERPRET" in said
+
+
+def test_nothing_is_launched_for_nothing(use_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = (flatten_cast_scale, unflatten_copy, cast_shard, chunk_sum)
+    for operation in operations:
+        module = "triton_kernels" if use_triton else "reference"
+        monkeypatch.setattr(f"fxshard.runtime.kernels.{module}.{operation.__name__}", None)
+    empty, full = torch.zeros(0, device=DEVICE), torch.zeros(8, device=DEVICE)
+    flatten_cast_scale([empty], (0,), (0,), empty, 1.0, use_triton=use_triton)
+    unflatten_copy(full, (0,), (0,), [(0, 3)], [(3, 1)], [empty.view(0, 3)], use_triton=use_triton)
+    cast_shard(empty, empty.half(), use_triton=use_triton)
+    chunk_sum([empty, empty], empty, use_triton=use_triton)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU faults by itself")
+def test_alignment_promised_to_the_compiler_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter ignores promises; here it checks them."""
+    from triton.runtime.interpreter import TensorHandle
+
+    kept: list[int] = []
+
+    def check(self: TensorHandle, name: str, values: list[int]) -> None:
+        assert name == "tt.divisibility" and (self.data % values[0] == 0).all()
+        kept.extend(v for v in values if v > 1)
+
+    monkeypatch.setattr(TensorHandle, "set_attr", check)
+    values = random(BLOCK_NUMEL, torch.float16)
+    for tensor in (misaligned(values), values):
+        assert not kept
+        for offset in (0, 3):
+            out = torch.empty(BLOCK_NUMEL + offset, device=DEVICE).half()
+            flatten_cast_scale([tensor], (offset,), (BLOCK_NUMEL,), out, 1.0, use_triton=True)
+            unflatten_copy(out, (offset,), (BLOCK_NUMEL,), [(BLOCK_NUMEL,)], [(1,)], [tensor], use_triton=True)
+        chunk_sum([values, tensor], out[:BLOCK_NUMEL], use_triton=True)
+    assert len(kept) == 4  # flatten and unflatten of whole aligned blocks, and each of two chunks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

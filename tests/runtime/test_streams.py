@@ -1,0 +1,122 @@
+"""CUDA lowering without a GPU: the lowered code driven over recording streams, its memory accesses checked for races."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxshard
+from examples.models import GPT, GPTConfig
+from fxshard.ir.schedule import info
+from fxshard.runtime import VirtualWorld
+from fxshard.runtime.streams import RecordingStreams
+
+
+def train(streams, F, contributors, steps=2, **options):
+    """Run steps over the given streams; returns the model. The optimizer's writes to the shards are recorded too."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=3, width=16, heads=2, vocabulary=32, length=8))
+    world = VirtualWorld(F, contributors=contributors)
+    fxshard.compile(model, world=world, **options)
+    state = model.__dict__["_fxshard"]
+    state.executor.streams = streams
+    for _ in range(steps):
+        for rank in range(contributors):
+            with world.rank(rank):
+                tokens = torch.randint(32, (2, 8))
+                model(tokens=tokens, targets=tokens).backward()
+        for flat in state.flats:
+            streams.touch("compute", f"shard:{flat}", True)
+    return model
+
+
+def shares_memory(schedule):
+    """Whether two recorded buffer names have bytes in common: shards and residents by name, the rest by slot."""
+    slots = {f"{p.name}:{n.name}": n.meta["slot"] for p in schedule.phases for n in p.graph.nodes if "slot" in n.meta}
+
+    def share(a: str, b: str) -> bool:
+        if a == b:
+            return True
+        if a not in slots or b not in slots:
+            return False
+        x, y = slots[a], slots[b]
+        return x.offset < y.offset + y.num_bytes and y.offset < x.offset + x.num_bytes
+
+    return share
+
+
+CONFIGURATIONS = [
+    pytest.param(4, 1, {}, id="full-shard"),
+    pytest.param(2, 4, {}, id="hybrid"),
+    pytest.param(1, 2, {}, id="replicate"),
+    pytest.param(4, 1, {"rate_limit": 1}, id="limit-1"),
+    pytest.param(4, 1, {"backward_prefetch": 2, "forward_prefetch": 2, "rate_limit": None}, id="deep-prefetch"),
+    pytest.param(4, 1, {"reshard_after_forward": False}, id="all-resident"),
+    pytest.param(
+        2, 4, {"mixed_precision": fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)}, id="bf16-hybrid"
+    ),
+    pytest.param(1, 2, {"mixed_precision": fxshard.MixedPrecision(param=torch.bfloat16)}, id="bf16-replicate"),
+]
+
+
+@pytest.mark.parametrize(("F", "contributors", "options"), CONFIGURATIONS)
+def test_every_access_is_ordered(F, contributors, options):
+    streams = RecordingStreams()
+    model = train(streams, F, contributors, **options)
+    assert streams.races(shares_memory(model.schedule)) == []
+    queues = {a.queue for a in streams.accesses}
+    assert ("unshard" in queues) == (F > 1)
+    assert ("replicate" in queues) == (contributors > F)
+    # Every planned buffer was written, every gathered one read on compute after it.
+    schedule = model.schedule
+    written = {a.buffer for a in streams.accesses if a.write}
+    read = {a.buffer for a in streams.accesses if a.queue == "compute"}
+    for phase in schedule.phases:
+        for gather in phase.all_gathers:
+            flat = info(gather).flat
+            label = f"resident:{flat}" if flat in schedule.resident else f"{phase.name}:{gather.name}"
+            assert label in written and label in read
+
+
+class Forgetful(RecordingStreams):
+    """Drops the waits of one queue, as a runtime with a missing event would."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self.deaf = queue
+
+    def wait(self, queue, event):
+        if queue != self.deaf:
+            super().wait(queue, event)
+
+
+@pytest.mark.parametrize("queue", ["compute", "unshard", "reduce", "replicate"])
+def test_a_missing_wait_is_a_race(queue):
+    streams = Forgetful(queue)
+    model = train(streams, 2, 4)
+    races = streams.races(shares_memory(model.schedule))
+    assert any(queue in (a.queue, b.queue) for a, b in races)
+
+
+def test_a_reused_slot_needs_its_event():
+    """Without the free's event a gather would overwrite weights that compute still reads."""
+
+    class NoReuse(RecordingStreams):
+        def record(self, queue):
+            event = super().record(queue)
+            return event if queue != "compute" or self.starting else None
+
+        starting = True
+
+    streams = NoReuse()
+    train(streams, 4, 1, steps=1)
+    before = len(streams.accesses)
+    streams.starting = False
+    torch.manual_seed(1)
+    model = train(streams, 4, 1, steps=1)
+    share = shares_memory(model.schedule)
+    late = streams.accesses[before:]
+    streams.accesses = late
+    assert any(
+        a.queue == "compute" and b.queue == "unshard" and b.write for a, b in streams.races(share)
+    ), "frees are not what orders slot reuse"
