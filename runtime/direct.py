@@ -15,9 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from fxshard.runtime.kernels import chunk_sum
 from fxshard.runtime.world import Pending
-from torch import Tensor
 
 _TAGS = 1 << 20
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fxshard.runtime.direct import DirectGroup
-from fxshard.runtime.world import DONE, Issue, Pending, World
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.errors import AgreementError
 from fxshard.ir import FlatParameter
 from fxshard.options import check_factor
+from fxshard.runtime.direct import DirectGroup
+from fxshard.runtime.world import DONE, Issue, Pending, World
 
 
 class DistributedWorld(World):

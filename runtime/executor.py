@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
-from fxshard.runtime.lowering import Lowered, lower
-from fxshard.runtime.storage import FlatStorage
-from fxshard.runtime.streams import QUEUES, CudaStreams, Streams
-from fxshard.runtime.world import Pending, World
 from torch import Tensor, fx, nn
 
 from fxshard.ir import Phase, Schedule, Slot
 from fxshard.ir.schedule import info
 from fxshard.ir.specialise import specialise
 from fxshard.parameter import Generation
+from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
+from fxshard.runtime.lowering import Lowered, lower
+from fxshard.runtime.storage import FlatStorage
+from fxshard.runtime.streams import QUEUES, CudaStreams, Streams
+from fxshard.runtime.world import Pending, World
 
 
 class Call:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from fxshard.runtime.world import World
 from torch import Tensor, nn
 
 from fxshard.capture.torch_private import use_counts
 from fxshard.ir import FlatParameter
 from fxshard.parameter import Binding, Generation, ShardedParameter
+from fxshard.runtime.world import World
 
 
 class FlatStorage:

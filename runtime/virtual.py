@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from fxshard.runtime.kernels import chunk_sum
-from fxshard.runtime.world import DONE, Issue, Pending, World
 from torch import Tensor, nn
 
 from fxshard.ir import FlatParameter
 from fxshard.options import check_factor
+from fxshard.runtime.kernels import chunk_sum
+from fxshard.runtime.world import DONE, Issue, Pending, World
 
 
 class VirtualWorld(World):

@@ -1,0 +1,124 @@
+"""Ranks that disagree: a named error on every rank, no hang, nothing half-sharded left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from tests.distributed.harness import Ranks
+
+
+class Blocks(nn.Module):
+    """`depth` equal layers; `broken` makes forward uncapturable; `skip` leaves the last layer out of forward."""
+
+    def __init__(self, depth: int = 2, width: int = 8, broken: bool = False, skip: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.broken, self.skip = broken, skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: len(self.layers) - self.skip]:
+            x = torch.relu(layer(x))
+            if self.broken:
+                print(x.sum().item())
+        return x.sum()
+
+
+def outcome(model: nn.Module, act: str, **options: object) -> dict[str, object]:
+    """Compile and run `model`; what was raised, and whether the model is plain and still works."""
+    error: Exception | None = None
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    try:
+        fxshard.compile(model, timeout_s=20.0, **options)
+        if act == "run":
+            model(torch.ones(2, 8)).backward()
+    except Exception as caught:
+        error = caught
+    plain = all(type(p) is nn.Parameter for p in model.parameters())
+    equal = plain and all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    if plain:
+        model.broken = False  # type: ignore[assignment]
+        model(torch.ones(2, 8)).backward()
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "plain": plain,
+        "equal": equal,
+        "class": type(model).__name__,
+    }
+
+
+def different_models() -> dict[str, object]:
+    torch.manual_seed(0)
+    return outcome(Blocks(depth=2 + dist.get_rank()), "compile")
+
+
+def different_options() -> dict[str, object]:
+    torch.manual_seed(0)
+    return outcome(Blocks(), "compile", rate_limit=2 + dist.get_rank())
+
+
+def different_forward() -> dict[str, object]:
+    torch.manual_seed(0)
+    return outcome(Blocks(skip=dist.get_rank() == 1), "run")
+
+
+def one_cannot_capture() -> dict[str, object]:
+    torch.manual_seed(0)
+    return outcome(Blocks(broken=dist.get_rank() == 1), "run")
+
+
+def none_can_capture() -> dict[str, object]:
+    torch.manual_seed(0)
+    return outcome(Blocks(broken=True), "run")
+
+
+def test_different_models(ranks: Ranks) -> None:
+    for result in ranks.run(2, different_models):
+        assert result["type"] == "AgreementError"
+        assert "layers.2" in str(result["text"]) and "Nothing was sharded" in str(result["text"])
+        assert result["equal"]
+
+
+def test_different_options(ranks: Ranks) -> None:
+    for result in ranks.run(2, different_options):
+        assert result["type"] == "AgreementError"
+        assert "rate_limit=2" in str(result["text"]) and "rate_limit=3" in str(result["text"])
+        assert result["equal"]
+
+
+def test_different_communication(ranks: Ranks) -> None:
+    for result in ranks.run(2, different_forward):
+        assert result["type"] == "AgreementError"
+        assert "layers.1" in str(result["text"])
+        assert result["equal"] and result["class"] == "Blocks"
+
+
+def test_one_rank_cannot_capture(ranks: Ranks) -> None:
+    first, second = ranks.run(2, one_cannot_capture)
+    assert first["type"] == "AgreementError" and "rank 1 could not capture" in str(first["text"])
+    assert second["type"] == "CaptureError" and "test_agreement.py" in str(second["text"])
+    assert first["equal"] and second["equal"]
+
+
+def test_no_rank_can_capture(ranks: Ranks) -> None:
+    for result in ranks.run(2, none_can_capture):
+        assert result["type"] == "CaptureError" and "test_agreement.py" in str(result["text"])
+        assert result["equal"]
+
+
+def wrong_factor(F: int) -> str:
+    model = Blocks()
+    with pytest.raises(ValueError) as caught:
+        fxshard.compile(model, F)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("F", [0, 2, -1, 6])
+def test_wrong_factors_name_the_allowed_ones(ranks: Ranks, F: int) -> None:
+    for text in ranks.run(3, wrong_factor, F):
+        assert f"F={F}" in text and "allowed are 1, 3" in text
