@@ -74,6 +74,8 @@ class _State:
         self.storages: dict[str, FlatStorage] = {}
         self.executor: Executor | None = None
         self.captured: list[Schedule] = []
+        self.traced: Schedule | None = None
+        """The schedule traced before sharding, where example inputs were given."""
         self.programs: list[Program | None] = []
         self.skeletons: set[str] = set()
         self.original_class = type(module)
@@ -157,6 +159,8 @@ class _State:
 
     def latest_schedule(self) -> Schedule:
         if not self.captured:
+            if self.traced is not None:
+                return self.traced
             raise RuntimeError(
                 "the model was not captured yet: call it once, or give example_inputs to fxshard.compile"
             )
@@ -230,11 +234,11 @@ def compile(
     F, W = _factor_and_size(F, mesh, world)
     units = _units(model, settings, example_inputs)
     flats = flat_parameters(model, units, F, settings.mixed_precision)
-    if example_inputs is not None:
-        _trace(model, flats, example_inputs, W, F, settings)  # refuse before anything is sharded
     world = world or _world(F, mesh, device)
     _agree_on_model(world, flats, settings)
     state = _State(model, flats, world, W, F, settings)
+    if example_inputs is not None:
+        state.traced = _trace(model, flats, example_inputs, W, F, settings, world)  # refuse before anything is sharded
     _shard(model, state, init)
     _install(model, state)
     return model
@@ -582,10 +586,19 @@ def _cast_input(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _trace(
-    model: nn.Module, flats: dict[str, FlatParameter], example_inputs: Any, W: int, F: int, options: Options
+    model: nn.Module,
+    flats: dict[str, FlatParameter],
+    example_inputs: Any,
+    W: int,
+    F: int,
+    options: Options,
+    world: World | None = None,
 ) -> Schedule:
-    """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens."""
-    state = _State(model, flats, None, W, F, options)
+    """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens.
+
+    The memory plan is that of `world`, or of a world whose collectives need no memory of ours.
+    """
+    state = _State(model, flats, world, W, F, options)
     stand_ins: dict[str, nn.Parameter] = {}
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     for flat in flats.values():
