@@ -120,8 +120,9 @@ def while_capturing() -> AbstractContextManager[Any]:
     return torch._dynamo.config.patch(ignore_logging_functions=ignored)
 
 
-def own_code(function: types.FunctionType) -> types.FunctionType:
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function with a code object of its own, so that Dynamo's cache and its limit are per model."""
+    assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=function.__code__.co_name)
     copy = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__

@@ -1,0 +1,146 @@
+"""What a rank holds: parameters, gradients and optimizer state fall as 1/F; deferred initialisation goes unit by unit."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fxshard
+from examples.models import GPT, GPTConfig
+from fxshard.ir import Schedule
+from tests.distributed.harness import Ranks
+
+CONFIG = GPTConfig(layers=4, width=32, heads=2, vocabulary=64, length=8)
+
+
+def held(F: int) -> dict[str, Any]:
+    """Bytes of what AdamW training keeps on this rank after a step, and the layout's own numbers."""
+    torch.manual_seed(0)
+    model = fxshard.compile(GPT(CONFIG), F)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(64, (2, 8))
+    model(tokens=tokens, targets=tokens).backward()
+    optimizer.step()
+    parameters = list(model.parameters())
+    flats = model.schedule.flats.values()
+    moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    assert all(isinstance(t, fxshard.ShardedParameter) for t in [*parameters, *moments])
+    return {
+        "parameters": sum(p.local.nbytes for p in parameters),
+        "gradients": sum(p.grad.local.nbytes for p in parameters),
+        "moments": sum(m.local.nbytes for m in moments),
+        "storage": sum(
+            {p.local.untyped_storage().data_ptr(): p.local.untyped_storage().nbytes() for p in parameters}.values()
+        ),
+        "shards": sum(f.shard_numel * 4 for f in flats),
+        "whole": sum(f.numel * 4 for f in flats),
+        "padding": sum((f.padded_numel - f.numel) * 4 for f in flats),
+    }
+
+
+@pytest.mark.parametrize("F", [1, 2, 4])
+def test_bytes_fall_as_one_over_f(ranks: Ranks, F: int) -> None:
+    results = ranks.run(4, held, F)
+    for result in results:
+        assert result["storage"] == result["shards"] == (result["whole"] + result["padding"]) / F
+        assert result["gradients"] == result["parameters"]
+        assert result["moments"] == 2 * result["parameters"]
+    for group in (results[i : i + F] for i in range(0, 4, F)):
+        assert sum(r["parameters"] for r in group) == results[0]["whole"]
+    assert results[0]["padding"] < 0.02 * results[0]["whole"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every real storage that operators make: bytes alive now, and the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor and leaf.device.type != "meta":
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in self.alive:
+                    self.alive[key] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, key, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return out
+
+
+def initialise(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def deferred() -> dict[str, Any]:
+    dist.barrier()
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    names = {n for n, _ in model.named_parameters()}
+    del model
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    with LiveBytes() as live:
+        fxshard.compile(model, 2, init=initialise)
+    tokens = torch.randint(64, (2, 8))
+    loss = model(tokens=tokens, targets=tokens)
+    loss.backward()
+    schedule: Schedule = model.schedule  # type: ignore[assignment]
+    whole = {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[operator]
+    return {
+        "peak": live.peak,
+        "shards": sum(f.shard_numel * 4 for f in schedule.flats.values()),
+        "unit": max(f.padded_numel * 4 for f in schedule.flats.values()),
+        "whole": sum(v.nbytes for v in expected.values()),
+        "names": set(whole) == names,
+        "finite": bool(loss.isfinite()),
+        "spread": {n: float(v.std()) for n, v in whole.items() if v.dim() == 2},
+        "expected": {n: float(v.std()) for n, v in expected.items() if v.dim() == 2},
+    }
+
+
+def test_meta_models_are_initialised_unit_by_unit(ranks: Ranks) -> None:
+    for result in ranks.run(2, deferred):
+        assert result["names"] and result["finite"]
+        # A unit twice: as its modules hold it and as it is cut.
+        assert result["shards"] < result["peak"] <= result["shards"] + 2 * result["unit"] + 64 * 1024
+        assert result["peak"] < result["whole"] + result["unit"]
+        for name, spread in result["spread"].items():
+            assert spread == pytest.approx(result["expected"][name], rel=0.2)
+
+
+def fails_half_way() -> dict[str, Any]:
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    before = {n: id(p) for n, p in model.named_parameters()}
+    count = 0
+
+    def init(module: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyError("no weights for this one")
+        initialise(module)
+
+    with pytest.raises(KeyError, match="no weights"):
+        fxshard.compile(model, 2, init=init)
+    same = before == {n: id(p) for n, p in model.named_parameters()}
+    return {"same": same, "meta": all(p.is_meta for p in model.parameters()), "class": type(model).__name__}
+
+
+def test_a_failing_init_leaves_the_model_as_it_was(ranks: Ranks) -> None:
+    for result in ranks.run(2, fails_half_way):
+        assert result == {"same": True, "meta": True, "class": "GPT"}
