@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fxshard.options import Options
 from fxshard.passes.backward_prefetch import BackwardPrefetch
 from fxshard.passes.base import Pass
 from fxshard.passes.forward_overlap import ForwardOverlap
@@ -15,8 +16,6 @@ from fxshard.passes.keep_root_resident import KeepRootResident
 from fxshard.passes.manager import run
 from fxshard.passes.plan_memory import PlanMemory
 from fxshard.passes.rate_limit import RateLimit
-
-from fxshard.options import Options
 
 __all__ = [
     "BackwardPrefetch",

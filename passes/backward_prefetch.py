@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fxshard.ir import Remarks, Schedule
 from fxshard.passes.base import Pass
 from fxshard.passes.prefetch import prefetch
-
-from fxshard.ir import Remarks, Schedule
 
 
 @dataclass(frozen=True)

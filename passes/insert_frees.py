@@ -16,11 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.passes.base import Pass
-
 from fxshard.ir import Remarks, Schedule, ops
 from fxshard.ir.aliasing import storage_users
 from fxshard.ir.schedule import info
+from fxshard.passes.base import Pass
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.passes.base import Pass
 from torch import fx
 
 from fxshard.ir import FlatParameter, NodeInfo, Phase, Remarks, Schedule, ops
 from fxshard.ir.schedule import INFO, identifier, info
+from fxshard.passes.base import Pass
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.passes.base import Pass
 from torch import fx
 
 from fxshard.ir import Remarks, Schedule, ops
+from fxshard.passes.base import Pass
 
 
 @dataclass(frozen=True)

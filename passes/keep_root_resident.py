@@ -18,10 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.passes.base import Pass
-
 from fxshard.ir import NodeInfo, Remarks, Schedule
 from fxshard.ir.schedule import INFO, identifier, info
+from fxshard.passes.base import Pass
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from fxshard.passes.base import Pass
-
 from fxshard.errors import FxshardError, PassError, ScheduleError
 from fxshard.ir import Remarks, Schedule
 from fxshard.ir.schedule import PassRecord, info
 from fxshard.ir.verify import verify
+from fxshard.passes.base import Pass
 
 
 def check_contracts(passes: Sequence[Pass]) -> None:

@@ -19,12 +19,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.passes.base import Pass
 from torch import fx
 
 from fxshard.ir import FlatParameter, Phase, Remarks, Schedule, Slot
 from fxshard.ir.layout import ALIGNMENT_BYTES
 from fxshard.ir.schedule import bytes_text, info
+from fxshard.passes.base import Pass
 
 
 @dataclass

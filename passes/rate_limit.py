@@ -19,12 +19,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.passes.base import Pass
 from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir import Phase, Remarks, Schedule, ops
 from fxshard.ir.schedule import describe, info
+from fxshard.passes.base import Pass
 
 
 @dataclass(frozen=True)
