@@ -81,6 +81,7 @@ class _State:
         self.original_class = type(module)
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.plain = False
+        self._accumulators: list[tuple[str, Any]] | None = None
         self.announced = False
         """Whether this rank has told the others how its first capture went."""
 
@@ -114,6 +115,15 @@ class _State:
         program = self.executor.program(schedule, root)
         self.programs.append(program)
         return program
+
+    def accumulators(self) -> Sequence[tuple[str, Any]]:
+        """The autograd node behind each trainable parameter as forward sees it; made anew when what is trained changes."""
+        seen: dict[str, nn.Parameter] = {f: p for s in self.storages.values() for f, p in s.parameters.items()}
+        seen.update({h.fqn: h for _, _, _, h in self.handles})  # type: ignore[attr-defined]
+        leaves = {fqn: p for fqn, p in seen.items() if p.requires_grad}
+        if self._accumulators is None or [f for f, _ in self._accumulators] != list(leaves):
+            self._accumulators = [(fqn, torch_private.gradient_accumulator(p)) for fqn, p in leaves.items()]
+        return self._accumulators
 
     def agree(self, schedule: Schedule) -> None:
         """Compare a new communication skeleton with the other ranks'; one already agreed on needs nobody."""
@@ -224,10 +234,7 @@ def compile(
     when ranks disagree. Source: FSDP paper; torch.distributed.fsdp.fully_shard.
     """
     settings = Options.from_keywords(options)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fxshard.compile takes an nn.Module, not {type(model).__name__}")
-    if _STATE in model.__dict__:
-        raise ValueError(f"this {type(model).__name__} is already compiled by fxshard")
+    _check_model(model)
     _check_placement(model, init)
     prepare(model)
     device = _device(model)
@@ -251,6 +258,7 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     read. W: world size, default F.
     """
     settings = Options.from_keywords(options)
+    _check_model(model)
     W = F if W is None else W
     check_factor(F, W)
     prepare(model)
@@ -260,6 +268,19 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
 
 
 # -- steps of compile
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"fxshard.compile takes an nn.Module, not {given}")
+    if _STATE in model.__dict__:
+        raise ValueError(f"this {type(model).__name__} is already compiled by fxshard")
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, ShardedParameter)]
+    if sharded:
+        raise ValueError(
+            f"parameter '{sharded[0]}' is already sharded by fxshard.compile of another module; compile the outermost one"
+        )
 
 
 def _check_placement(model: nn.Module, init: InitFunction | None) -> None:

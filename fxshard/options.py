@@ -86,9 +86,11 @@ class Options:
             )
         if not isinstance(self.mixed_precision, MixedPrecision):
             raise TypeError(f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision was expected")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s!r}: a positive number of seconds was expected")
         if self.passes is not None and not callable(self.passes) and not isinstance(self.passes, (list, tuple)):
             raise TypeError(f"passes={self.passes!r}: a list of passes, or a callable from the default list to a list")
-        if self.dynamic not in (None, True, False):
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise ValueError(f"dynamic={self.dynamic!r}: allowed are None, True, False")
 
     @staticmethod
@@ -127,6 +129,10 @@ def _close(word: str, allowed: Sequence[str]) -> str:
 
 def check_factor(F: Any, W: int) -> int:
     """Validate the sharding factor: an int that divides W. Raises TypeError or ValueError naming the allowed values."""
+    if isinstance(W, bool) or not isinstance(W, int):
+        raise TypeError(f"W={W!r}: the world size is a positive int")
+    if W < 1:
+        raise ValueError(f"W={W}: the world size is a positive int")
     allowed = [n for n in range(1, W + 1) if W % n == 0]
     if isinstance(F, bool) or not isinstance(F, int):
         raise TypeError(f"F={F!r}: the sharding factor is an int that divides the world size W={W}: {allowed}")

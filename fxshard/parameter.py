@@ -158,6 +158,30 @@ class ShardedParameter(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"parameter '{self.fqn}' is sharded and cannot be pickled: save `parameter.full_tensor()`")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        if not self.is_state:
+            raise TypeError(
+                f"parameter '{self.fqn}' is sharded: a copy would not belong to the compiled model. "
+                "Copy the model before fxshard.compile, or take `parameter.full_tensor()`"
+            )
+        copied = memo[id(self)] = self.like(self.local.clone())
+        return copied
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        mine, same = self.local, isinstance(value, ShardedParameter) and value.dtype == self.dtype
+        if same and value.local.data_ptr() == mine.data_ptr() and value.local.shape == mine.shape:
+            return
+        what = f"{tuple(value.shape)}, {value.dtype}, {value.device}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(
+            f"the memory of parameter '{self.fqn}' cannot be replaced (by {what}): it is part of a flat shard. Convert or "
+            "move the model before fxshard.compile; to change values use `parameter.copy_(...)` under torch.no_grad()"
+        )
+
     def register_hook(self, hook: Any) -> NoReturn:
         raise TypeError(
             f"parameter '{self.fqn}' is sharded: its gradient does not pass through autograd. "
@@ -175,6 +199,8 @@ class ShardedParameter(torch.Tensor):
         if isinstance(first.local, torch._subclasses.FakeTensor) and func not in _KEEPS_IDENTITY:
             # Being traced: only shapes matter, and what the model sees is the whole parameter.
             return func(*pytree.tree_map(_full_fake, args), **pytree.tree_map(_full_fake, kwargs))
+        if func is aten.view.default and tuple(args[1]) == tuple(first.shape):
+            return first.like(first.local)  # autograd asks for a parameter's accumulator this way
         if func in _NORMS:
             return _norm(func, first, args, kwargs)
         if name == "_foreach_norm":

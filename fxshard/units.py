@@ -30,6 +30,10 @@ class BytesOfFirstUse:
 
     num_bytes: int
 
+    def __post_init__(self) -> None:
+        if isinstance(self.num_bytes, bool) or not isinstance(self.num_bytes, int) or self.num_bytes < 1:
+            raise ValueError(f"BytesOfFirstUse({self.num_bytes!r}): a positive number of bytes was expected")
+
 
 UnitsOption = str | type | Sequence[Any] | Callable[[str, nn.Module], bool] | BytesOfFirstUse
 

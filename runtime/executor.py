@@ -52,6 +52,7 @@ class Executor:
         self.residents: dict[str, Tensor] = {}
         self.programs: list[Program] = []
         self.running: str | None = None
+        self.skipped: frozenset[str] = frozenset()
         self.events: list[tuple[str, str, str]] | None = None
         """When a list: every communication node as it is executed, (phase, kind, flat). Set by `observe`."""
         self.random = random.Random(0)
@@ -151,13 +152,15 @@ class Program:
     def begin_call(self) -> Call:
         return Call(self.executor.generation.value)
 
-    def begin_backward(self, call: Call) -> None:
+    def begin_backward(self, call: Call, skipped: frozenset[str] = frozenset()) -> None:
+        """Called right before `backward`; `skipped` names parameters this backward is not asked to accumulate into."""
         if call.generation != self.executor.generation.value:
             raise RuntimeError(
                 "parameters changed between forward and backward (an optimizer step, a load or an in-place edit): the "
                 "gradient would mix old activations with new weights. Run forward again"
             )
         self._call = call
+        self.executor.skipped = skipped
 
     def forward(self, arguments: list[Any]) -> Sequence[Any]:
         return self._run("forward", self._forward_code(), arguments)
@@ -450,8 +453,9 @@ class _Binder:
         return run
 
     def _accumulate_grad(self, node: fx.Node) -> Callable[..., Any]:
-        storage, world, streams = self._flat(node), self.world, self.streams
+        storage, world, streams, executor = self._flat(node), self.world, self.streams, self.executor
         source: Any = node.args[0]
+        fqns = storage.flat.fqns
         accumulate = storage.bind_accumulate(self.buffers[source][: world.held_numel(storage.flat)])
         start: Any = node.args[3] if len(node.args) > 3 else 0
         stop = start + len(storage.flat.parameters)
@@ -462,6 +466,8 @@ class _Binder:
             streams.touch("compute", label, False)
             if world.completes():
                 flags = present[start:stop] if present is not None else static if missing else None
+                if executor.skipped:
+                    flags = [f not in executor.skipped and w for f, w in zip(fqns, flags or [True] * len(fqns))]
                 accumulate(flags)
 
         return run

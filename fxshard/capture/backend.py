@@ -31,7 +31,7 @@ class Program(Protocol):
 
     def begin_call(self) -> Any: ...
 
-    def begin_backward(self, call: Any) -> None: ...
+    def begin_backward(self, call: Any, skipped: frozenset[str]) -> None: ...
 
 
 class Host(Protocol):
@@ -42,6 +42,8 @@ class Host(Protocol):
     def schedule(self, captured: Captured) -> Schedule: ...
 
     def program(self, schedule: Schedule, root: torch.nn.Module) -> Program: ...
+
+    def accumulators(self) -> Sequence[tuple[str, Any]]: ...
 
 
 class CaptureBackend:
@@ -133,11 +135,15 @@ class _Compiled:
             node = torch_private.backward_node(outputs)
             if node is not None:
                 surviving = torch_private.surviving_outputs(node)
+                torch_private.keep_saved_tensors(node)
 
                 def before_backward(gradients: tuple[Any, ...]) -> None:
                     self.given = tuple(gradients[i] is not None for i in surviving)
                     assert self.program is not None
-                    self.program.begin_backward(state)
+                    # torch.autograd.grad, and backward(inputs=...), leave other leaves alone.
+                    accumulators = self.host.accumulators()
+                    skipped = frozenset(fqn for fqn, leaf in accumulators if not torch_private.will_run(leaf))
+                    self.program.begin_backward(state, skipped)
 
                 node.register_prehook(before_backward)
             return outputs

@@ -28,11 +28,14 @@ __all__ = [
     "backward_node",
     "default_partition",
     "detect_fake_mode",
+    "gradient_accumulator",
+    "keep_saved_tensors",
     "own_code",
     "plain_fake",
     "surviving_outputs",
     "use_counts",
     "while_capturing",
+    "will_run",
 ]
 
 
@@ -87,6 +90,21 @@ def backward_node(outputs: Sequence[Any]) -> Any:
             return node
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
     return None
+
+
+def keep_saved_tensors(node: Any) -> None:
+    """Say that backward overwrites none of its saved tensors, so that a graph may be retained (donated buffers)."""
+    type(node)._forward_cls.metadata.bw_donated_idxs = []
+
+
+def gradient_accumulator(leaf: torch.Tensor) -> Any:
+    """The autograd node that accumulates into `leaf`."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def will_run(node: Any) -> bool:
+    """During a backward: whether the engine is going to run this node (not with `inputs=` or autograd.grad of others)."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def surviving_outputs(node: Any) -> list[int]:

@@ -221,7 +221,7 @@ class Phase:
         Returns whether anything moved. Raises ScheduleError, naming the node that pins it, if an input of `node` would
         come after it or a user before it.
         """
-        if node is anchor or node.next is anchor:
+        if node.next is anchor or anchor in self._travelling(node):
             return False
         blocker = self.blocker(node, anchor)
         if blocker is not None:

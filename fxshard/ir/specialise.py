@@ -40,11 +40,6 @@ def specialise(phase: Phase, given: Sequence[bool]) -> Phase:
         if kind == "flatten_grads":
             node.update_arg(0, [None if g in absent else g for g in node.args[0]])
             continue
-        if kind == "presence":
-            gradients = [None if g is None else mapping[g] for g in node.meta["gradients"]]
-            flags = [g is not None and g not in absent for g in gradients]
-            node.update_arg(0, flags)
-            continue
         if kind != "compute" or not inputs & depends:
             continue
         depends.add(node)
@@ -54,6 +49,9 @@ def specialise(phase: Phase, given: Sequence[bool]) -> Phase:
                 absent.add(node)
         elif moving & absent:
             _meet(graph, node, absent)
+    for node in result.nodes("presence"):  # issued first, but about gradients that come later
+        gradients = [None if g is None else mapping[g] for g in node.meta["gradients"]]
+        node.update_arg(0, [g is not None and g not in absent for g in gradients])
     for node in reversed(graph.nodes):
         dead = node.op == "call_function" and not node.users and info(node).kind in ("compute", "param_view")
         if dead and not mutated_inputs(node):
