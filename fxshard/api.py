@@ -49,6 +49,14 @@ class ShardedModule:
         """The Python code that runs a phase (`forward` or `backward`) of the latest training capture."""
         return _state(self).latest_program().source(phase)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        except RuntimeError as error:  # torch names the class of the module; the cause names the parameter
+            if isinstance(error.__cause__, TypeError):
+                raise error.__cause__ from None
+            raise
+
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
         """The module with plain, whole parameters, for code that needs them. A collective; changes are not kept."""
@@ -435,6 +443,10 @@ def _become(original: nn.Parameter, piece: nn.Parameter) -> bool:
     """Turn `original` into `piece`, keeping the object and what the user put on it; False if weakly referenced."""
     for key, value in original.__dict__.items():
         piece.__dict__.setdefault(key, value)
+    if hooks := original._post_accumulate_grad_hooks:
+        for hook in hooks.values():
+            piece.register_post_accumulate_grad_hook(hook)
+        hooks.clear()
     try:
         torch.utils.swap_tensors(original, piece)
     except RuntimeError:
@@ -491,7 +503,7 @@ class _Materialised:
         assert self.init is not None
         for table, name, tensor in places:
             real = torch.empty_like(tensor, device=self.device)
-            self.saved.append((table, name, tensor))  # type: ignore[arg-type]
+            self.saved.append((table, name, tensor))
             if table is module._parameters:
                 self.origins[id(table), name] = tensor
                 table[name] = nn.Parameter(real, tensor.requires_grad)

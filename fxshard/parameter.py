@@ -10,12 +10,14 @@ Shapes: outside `shape` and `stride` of the user's parameter; inside `local` (le
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 aten = torch.ops.aten
 
@@ -57,7 +59,7 @@ class Binding:
     collective); `reduce(values, op)` reduces a small tensor over the group, op "sum" or "max".
     """
 
-    __slots__ = ("flat", "fqn", "gather", "generation", "length", "numel", "reduce", "start")
+    __slots__ = ("flat", "fqn", "gather", "generation", "hooks", "length", "numel", "reduce", "start")
 
     def __init__(
         self,
@@ -72,6 +74,8 @@ class Binding:
     ):
         self.fqn, self.flat, self.numel, self.start, self.length = fqn, flat, numel, start, length
         self.generation, self.gather, self.reduce = generation, gather, reduce
+        self.hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
+        """Post-accumulate-grad hooks: autograd would also call them where there is no gradient."""
 
 
 class ShardedParameter(torch.Tensor):
@@ -181,6 +185,27 @@ class ShardedParameter(torch.Tensor):
             f"the memory of parameter '{self.fqn}' cannot be replaced (by {what}): it is part of a flat shard. Convert or "
             "move the model before fxshard.compile; to change values use `parameter.copy_(...)` under torch.no_grad()"
         )
+
+    @property
+    def _is_param(self) -> bool:
+        return self.__dict__.get("is_parameter", False)
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        # Module.to, .half and the like make a new Parameter of each converted one: it would not be part of its shard.
+        if self.is_state:
+            raise TypeError(
+                f"parameter '{self.fqn}' is sharded and its module cannot be converted any more (to {self.dtype}, "
+                f"{self.device}): convert or move the model before fxshard.compile"
+            )
+        self.__dict__["is_parameter"] = value
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call `hook(parameter)` after its reduced gradient was set or added to."""
+        hooks = self._bound("register_post_accumulate_grad_hook").hooks
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def register_hook(self, hook: Any) -> NoReturn:
         raise TypeError(

@@ -79,8 +79,8 @@ class FlatStorage:
                     else:
                         self._local_gradient(leaf).add_(views[i])
             for i, leaf in enumerate(leaves):
-                if wanted[i] and leaf._post_accumulate_grad_hooks:
-                    for hook in tuple(leaf._post_accumulate_grad_hooks.values()):
+                if wanted[i] and self.bindings[i].hooks:
+                    for hook in tuple(self.bindings[i].hooks.values()):
                         hook(leaf)
 
         return accumulate
