@@ -98,12 +98,12 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[flo
     """A progress bar, or ten lines where there is no terminal. Call what it yields with the loss of each step."""
     if console.is_terminal:
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(),
         )  # fmt: skip
         with Progress(*columns, console=console) as bar:
-            task = bar.add_task(title, total=steps, loss="-")
-            yield lambda loss: bar.update(task, advance=1, loss=f"{loss:.3f}")
+            task = bar.add_task(title, total=steps, note="starting")
+            yield lambda loss: bar.update(task, advance=1, note=f"loss {loss:.3f}")
         return
     done = 0
 

@@ -12,6 +12,9 @@ from fxshard.options import MixedPrecision, Options
 from fxshard.parameter import ShardedParameter
 from fxshard.runtime import VirtualWorld
 from fxshard.units import BytesOfFirstUse
+from fxshard.viz import render
+
+Schedule.renderer = staticmethod(render)
 
 __version__ = "0.1.0"
 

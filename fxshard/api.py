@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -263,9 +262,10 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     """The schedule of one training step, without devices, memory or a process group. The model is left as it was.
 
     `model` may be on the meta device; example_inputs are arguments of forward (tuple or dict), whose values are not
-    read. W: world size, default F.
+    read. W: world size, default F. The memory plan is of a world whose collectives bring their own staging memory (NCCL);
+    over gloo the arena also holds what is received.
     """
-    settings = Options.from_keywords(options)
+    settings = Options.from_keywords(options, "fxshard.trace")
     _check_model(model)
     W = F if W is None else W
     check_factor(F, W)
@@ -580,7 +580,7 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
         if state.plain:
             return state.original_class.forward(reference(), *args, **kwargs)
         if cast_to is not None:
-            args, kwargs = pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
+            args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
         for table, name, master, handle in handles:
             if handle.requires_grad != master.requires_grad:
                 handle.requires_grad_(master.requires_grad)
@@ -600,7 +600,7 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
             state.give_up(failure)
             raise failure
         if type(outputs) is not torch.Tensor:
-            for leaf in pytree.tree_leaves(outputs):
+            for leaf in torch_private.pytree.tree_leaves(outputs):
                 if isinstance(leaf, ShardedParameter):
                     raise CaptureError(
                         f"forward returns parameter '{leaf.fqn}'; only its piece is here. "
@@ -643,10 +643,10 @@ def _trace(
     saved: list[tuple[dict[str, Any], str, Any]] = []
     args, kwargs = _arguments(example_inputs)
     # Operators are chosen by device and some do not differentiate on meta: what is on meta is captured as `device`.
-    args, kwargs = pytree.tree_map(lambda x: _off_meta(x, device), (args, kwargs))
+    args, kwargs = torch_private.pytree.tree_map(lambda x: _off_meta(x, device), (args, kwargs))
     if options.mixed_precision.param is not None:
         dtype = options.mixed_precision.param
-        args, kwargs = pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
+        args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
     captured = _capturing(model, state)
     try:
         for prefix, module in model.named_modules(remove_duplicate=False):

@@ -94,7 +94,7 @@ class Options:
             raise ValueError(f"dynamic={self.dynamic!r}: allowed are None, True, False")
 
     @staticmethod
-    def from_keywords(keywords: dict[str, Any]) -> Options:
+    def from_keywords(keywords: dict[str, Any], function: str = "fxshard.compile") -> Options:
         """Build from keyword arguments; unknown names raise TypeError listing the allowed ones."""
         allowed = [f.name for f in dataclasses.fields(Options)]
         unknown = [name for name in keywords if name not in allowed]
@@ -102,7 +102,7 @@ class Options:
             everything = [*allowed, "F", "mesh", "world", "example_inputs", "init"]
             hints = "".join(_close(name, everything) for name in unknown)
             raise TypeError(
-                f"fxshard.compile got unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}."
+                f"{function} got unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}."
                 f"{hints} Allowed: {', '.join(everything)}"
             )
         if keywords.get("mixed_precision", 0) is None:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from fxshard.capture.torch_private import FakeTensor, pytree, wrapper_subclass
 
 aten = torch.ops.aten
 
@@ -103,9 +104,7 @@ class ShardedParameter(torch.Tensor):
         is_state: bool = False,
         requires_grad: bool = False,
     ) -> ShardedParameter:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, dtype=dtype or local.dtype, device=local.device, requires_grad=requires_grad
-        )
+        self = wrapper_subclass(cls, shape, stride, dtype or local.dtype, local.device, requires_grad)
         self.local, self.binding, self.fqn, self.is_state = local, binding, fqn, is_state
         return self
 
@@ -200,6 +199,11 @@ class ShardedParameter(torch.Tensor):
             )
         self.__dict__["is_parameter"] = value
 
+    def share_memory_(self) -> NoReturn:
+        raise TypeError(
+            f"parameter '{self.fqn}' is sharded: its piece is a view of a flat shard and cannot be shared alone"
+        )
+
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """Call `hook(parameter)` after its reduced gradient was set or added to."""
         hooks = self._bound("register_post_accumulate_grad_hook").hooks
@@ -221,7 +225,7 @@ class ShardedParameter(torch.Tensor):
         name = func._schema.name.split("::")[1]
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedParameter)]
         first = leaves[0]
-        if isinstance(first.local, torch._subclasses.FakeTensor) and func not in _KEEPS_IDENTITY:
+        if isinstance(first.local, FakeTensor) and func not in _KEEPS_IDENTITY:
             # Being traced: only shapes matter, and what the model sees is the whole parameter.
             return func(*pytree.tree_map(_full_fake, args), **pytree.tree_map(_full_fake, kwargs))
         if func is aten.view.default and tuple(args[1]) == tuple(first.shape):

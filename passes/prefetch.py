@@ -20,6 +20,7 @@ def prefetch(phase: Phase, depth: int, remarks: Remarks, by: str) -> None:
     for position, flat in enumerate(order):
         gather = phase.one("all_gather", flat)
         if gather is None:
+            remarks.missed(flat, "still gathered from forward" if phase.name == "backward" else "held whole")
             continue
         target = position - depth
         at_start = target < 0 or (target == 0 and phase.one("all_gather", order[0]) is None)

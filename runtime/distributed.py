@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxshard.capture import torch_private
 from fxshard.errors import AgreementError
 from fxshard.ir import FlatParameter
 from fxshard.options import check_factor
@@ -102,7 +103,7 @@ class DistributedWorld(World):
 
     def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
         """Through the store of the default group. Raises AgreementError naming the ranks that did not come in time."""
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_private.default_store()
         number = self._topics[topic] = self._topics.get(topic, 0) + 1
         prefix = f"fxshard/{topic}/{number}"
         store.set(f"{prefix}/{self.rank}", json.dumps(text))

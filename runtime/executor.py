@@ -122,7 +122,9 @@ class Program:
 
     def source(self, phase: str = "forward", given: tuple[bool, ...] | None = None) -> str:
         """The lowered code of a phase as text."""
-        if phase != "backward":
+        if phase not in ("forward", "backward"):
+            raise ValueError(f"phase={phase!r}: allowed are 'forward' and 'backward'")
+        if phase == "forward":
             return self._forward_code().source
         backward = self.schedule.backward
         if backward is None:
@@ -154,6 +156,8 @@ class Program:
 
     def begin_backward(self, call: Call, skipped: frozenset[str] = frozenset()) -> None:
         """Called right before `backward`; `skipped` names parameters this backward is not asked to accumulate into."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("double backward (create_graph=True) through a sharded model is not supported")
         if call.generation != self.executor.generation.value:
             raise RuntimeError(
                 "parameters changed between forward and backward (an optimizer step, a load or an in-place edit): the "
@@ -166,8 +170,6 @@ class Program:
         return self._run("forward", self._forward_code(), arguments)
 
     def backward(self, arguments: list[Any], given: tuple[bool, ...]) -> Sequence[Any]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("double backward (create_graph=True) through a sharded model is not supported")
         call, self._call = self._call, None
         assert call is not None, "backward without its pre-hook"
         if call.released:

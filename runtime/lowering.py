@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxshard.capture.torch_private import OpOverload
 from fxshard.ir import Phase
 from fxshard.ir.schedule import describe, flatten_nodes, identifier, info
 
@@ -148,7 +149,7 @@ def name_of_target(node: fx.Node, names: dict[str, Any]) -> str:
     """A short global name for an operator: `aten_mm_default`."""
     target = node.target
     assert callable(target)
-    overload = isinstance(target, torch._ops.OpOverload)
+    overload = isinstance(target, OpOverload)
     key = identifier(str(target) if overload else f"call_{getattr(target, '__name__', 'function')}")
     if names.get(key, target) is not target:
         key = f"{key}_{len(names)}"

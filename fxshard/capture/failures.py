@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,10 @@ def _where(error: Any, text: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
     if not frames and getattr(error, "real_stack", None):
         frames = [(f.filename, str(f.lineno), f.name) for f in error.real_stack]
-    own = [f for f in frames if "/torch/" not in f[0]]
+    library = sysconfig.get_paths()["stdlib"]
+    installed = sysconfig.get_paths()["purelib"]
+    inside = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<fxshard")]
+    own = [f for f in inside if f[0].startswith(installed) or not f[0].startswith(library)]
     file, line, function = (own or frames or [("unknown", "0", "forward")])[-1]
     return f"{file}:{line} in {function}"
 

@@ -3,6 +3,7 @@ use."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -11,32 +12,42 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = [
     "BackendCompilerFailed",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDynamoException",
     "aot",
     "argument_index",
     "backward_node",
     "default_partition",
+    "default_store",
     "detect_fake_mode",
     "gradient_accumulator",
     "keep_saved_tensors",
     "own_code",
     "plain_fake",
+    "pytree",
     "surviving_outputs",
     "use_counts",
     "while_capturing",
     "will_run",
+    "wrapper_subclass",
 ]
+
+
+_NUMBERS = itertools.count()
 
 
 def aot(
@@ -139,14 +150,36 @@ def while_capturing() -> AbstractContextManager[Any]:
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function with a code object of its own, so that Dynamo's cache and its limit are per model."""
+    """A copy of a function with a code object of its own: Dynamo's cache and its limit are then per model.
+
+    What Dynamo learns about changing shapes it keeps by file and line, so those are the copy's own too.
+    """
     assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace(co_name=function.__code__.co_name)
+    code = function.__code__.replace(co_filename=f"<fxshard call {next(_NUMBERS)}>")
     copy = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def wrapper_subclass(
+    kind: type,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Any:
+    """A tensor of class `kind` that has a shape and no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group: the control plane of ranks that may not all be in a collective."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def use_counts(tensor: torch.Tensor) -> int:

@@ -185,7 +185,10 @@ class Phase:
 
     def flats_in_use_order(self) -> list[str]:
         """FlatParameters this phase reads, by their first use."""
-        firsts = {flat: self.first_use(flat) for flat in {info(v).flat for v in self.nodes("param_view")} if flat}
+        flats = dict.fromkeys(
+            info(v).flat for v in self.nodes("param_view")
+        )  # in order: ties must not depend on hashes
+        firsts = {flat: self.first_use(flat) for flat in flats if flat}
         return [flat for flat, _ in sorted(((f, n) for f, n in firsts.items() if n is not None), key=lambda p: p[1])]
 
     def blocker(self, node: fx.Node, anchor: fx.Node) -> fx.Node | None:

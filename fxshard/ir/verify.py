@@ -94,6 +94,9 @@ def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
         kept = flat in schedule.resident and phase.name == "forward"
         if not kept and not phase.nodes("free", flat):
             problems.append((node, f"'{flat}' is gathered and never freed"))
+    for node in phase.nodes("resident"):
+        if not phase.nodes("free", info(node).flat):
+            problems.append((node, f"'{info(node).flat}' stays gathered after backward: it is never freed"))
     return problems
 
 
@@ -106,8 +109,13 @@ def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
     for node in phase.nodes("flatten_grads"):
         flat = schedule.flats[info(node).flat or ""]
         for fqn, gradient in zip(flat.fqns, node.args[0]):  # type: ignore[arg-type]
-            if gradient is not None:
-                entered[fqn] = entered.get(fqn, 0) + 1
+            if gradient is None:
+                continue
+            if gradient is not schedule.gradients.get(fqn):
+                problems.append(
+                    (node, f"what is reduced as the gradient of '{fqn}' is {describe(gradient)}, another value")
+                )
+            entered[fqn] = entered.get(fqn, 0) + 1
         value: fx.Node = node
         for kind, needed in (("reduce_scatter", flat.F > 1), ("all_reduce", schedule.replicas > 1)):
             found = phase.nodes(kind, flat.name)
@@ -121,6 +129,13 @@ def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
         accumulated = phase.nodes("accumulate_grad", flat.name)
         if len(accumulated) != 1 or accumulated[0].args[0] is not value:
             problems.append((node, f"the reduced gradient of '{flat.name}' does not reach .grad exactly once"))
+    names = {id(g): fqn for fqn, g in schedule.gradients.items()}
+    for position in schedule.parameter_outputs:
+        result = phase.results[position]
+        if isinstance(result, fx.Node):
+            problems.append(
+                (result, f"the gradient of '{names.get(id(result), result.name)}' also leaves as an output")
+            )
     for fqn in schedule.gradients:
         if entered.get(fqn, 0) != 1:
             problems.append((phase.output, f"the gradient of '{fqn}' is reduced {entered.get(fqn, 0)} times, not once"))
@@ -131,15 +146,18 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Gathered buffers in flight, residents not counted, never exceed the rate limit."""
     if "rate-limited" not in schedule.established or schedule.rate_limit is None:
         return []
-    problems, alive = [], set()
+    problems = []
+    alive: set[str] = set()
     for node in phase.graph.nodes:
         found = info(node)
         if found.kind == "all_gather" and found.flat not in schedule.resident:
-            alive.add(found.flat)
+            alive.add(found.flat or "")
             if len(alive) > schedule.rate_limit:
-                problems.append((node, f"{len(alive)} gathered buffers in flight, the limit is {schedule.rate_limit}"))
+                names = ", ".join(map(repr, sorted(alive)))
+                text = f"{len(alive)} gathered buffers in flight ({names}), the limit is {schedule.rate_limit}"
+                problems.append((node, text))
         elif found.kind == "free":
-            alive.discard(found.flat)
+            alive.discard(found.flat or "")
     return problems
 
 
@@ -155,6 +173,14 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
             lives.append((node, slot, position[node], position[_needed_until(phase, node)]))
     by_name = {node.name: i for node, i in position.items()}
     problems = []
+    needed = {"all_gather": "full_bytes", "flatten_grads": "grad_bytes"}
+    for node, slot, _, _ in lives:
+        found = info(node)
+        size = (
+            getattr(schedule.flats[found.flat or ""], needed[found.kind]) if found.kind in needed else found.num_bytes
+        )
+        if found.kind in (*needed, "cast_shard") and slot.num_bytes < size:
+            problems.append((node, f"the slot of {describe(node)} has {slot.num_bytes} bytes, it needs {size}"))
     for i, (a, slot_a, start_a, end_a) in enumerate(lives):
         for b, slot_b, start_b, _ in lives[i + 1 :]:
             share = (
@@ -162,7 +188,7 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
             )
             if share and start_a <= start_b <= end_a:
                 problems.append((b, f"{describe(b)} is put over {describe(a)}, which is still needed"))
-            elif share and not any(by_name[name] >= end_a for name in slot_b.after):
+            elif share and not any(by_name.get(name, -1) >= end_a for name in slot_b.after):
                 problems.append((b, f"{describe(b)} reuses the slot of {describe(a)} without waiting for its end"))
     return problems
 

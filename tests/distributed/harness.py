@@ -89,6 +89,8 @@ class Ranks:
         return [answers[rank] for rank in range(world_size)]
 
     def _started(self, world_size: int) -> list[_Worker]:
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self.close()
         if self._store is None:
             # Port 0: the system picks one that is free and it is never given up again.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -100,7 +102,12 @@ class Ranks:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.end()
+            worker.connection.close()  # an idle process leaves by itself
+        deadline = time.monotonic() + GRACE_S
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            worker.process.kill()
+            worker.process.join()
         self._workers = []
         self._store = None
 
@@ -144,16 +151,9 @@ class _Worker:
     def receive(self) -> Any:
         try:
             return pickle.loads(self.connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.process.join(GRACE_S)
             return _Failed(None, f"the process died with exit code {self.process.exitcode}")
-
-    def end(self) -> None:
-        """An idle process leaves by itself when the pipe closes; one that hangs is killed."""
-        self.connection.close()
-        self.process.join(GRACE_S)
-        self.process.kill()
-        self.process.join()
 
 
 def _serve(connection: multiprocessing.connection.Connection, port: int) -> None:

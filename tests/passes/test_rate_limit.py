@@ -1,0 +1,91 @@
+"""rate-limit: gathers held back, throttles, and gradient buffers that end before the next is filled."""
+
+import pytest
+
+from fxshard.passes import RateLimit
+from tests.capture.compare import Framed
+from tests.passes.golden import after, golden, node_names, remarks, text
+
+
+def test_golden():
+    # Two in flight: AG layers.2 waits for FREE layers.0 on its stream, and the reduce of layers.2 has ended before
+    # layers.0 fills a third gradient buffer.
+    schedule = after(7)
+    assert text(schedule, "forward") == golden("""
+        unshard    AG     layers.0  288 B
+        unshard    AG     layers.1  288 B
+        compute    WAIT   layers.0  for AG layers.0
+        compute    FWD    layers.0
+        compute    FREE   layers.0
+        compute    FWD    layers.0
+        unshard    LIMIT  layers.2  after FREE layers.0
+        unshard    AG     layers.2  288 B
+        compute    WAIT   layers.1  for AG layers.1
+        compute    FWD    layers.1
+        compute    FREE   layers.1
+        compute    FWD    layers.1
+        compute    WAIT   layers.2  for AG layers.2
+        compute    FWD    layers.2
+        compute    FREE   layers.2
+        compute    FWD    layers.2
+    """)
+    assert text(schedule, "backward").splitlines()[-8:] == golden("""
+        compute    WAIT   layers.2  for RS layers.2
+        compute    ACC    layers.2  144 B
+        compute    FLAT   layers.0  288 B
+        reduce     RS     layers.0  288 B
+        compute    WAIT   layers.1  for RS layers.1
+        compute    ACC    layers.1  144 B
+        compute    WAIT   layers.0  for RS layers.0
+        compute    ACC    layers.0  144 B
+    """).splitlines()
+
+
+def test_golden_one_at_a_time():
+    # With one in flight the prefetch is undone: each gather is held back to the FREE before it.
+    assert text(after(7, rate_limit=1), "forward") == golden("""
+        unshard    AG     layers.0  288 B
+        compute    WAIT   layers.0  for AG layers.0
+        compute    FWD    layers.0
+        compute    FREE   layers.0
+        unshard    LIMIT  layers.1  after FREE layers.0
+        unshard    AG     layers.1  288 B
+        compute    FWD    layers.0
+        compute    WAIT   layers.1  for AG layers.1
+        compute    FWD    layers.1
+        compute    FREE   layers.1
+        unshard    LIMIT  layers.2  after FREE layers.1
+        unshard    AG     layers.2  288 B
+        compute    FWD    layers.1
+        compute    WAIT   layers.2  for AG layers.2
+        compute    FWD    layers.2
+        compute    FREE   layers.2
+        compute    FWD    layers.2
+    """)
+
+
+def test_what_is_held_back_is_remarked():
+    texts = [(r.unit, r.text) for r in remarks(after(7, rate_limit=1), "rate-limit", "passed")]
+    assert ("layers.1", "AG held back to FREE layers.0") in texts
+    assert ("layers.1", "its reduce ends before FLAT layers.0") in texts
+
+
+def test_no_limit_does_nothing():
+    schedule = after(7, rate_limit=None)
+    assert node_names(schedule) == node_names(after(6)) and schedule.rate_limit is None
+
+
+def test_a_limit_nothing_reaches_moves_nothing():
+    schedule = after(7, rate_limit=9)
+    assert node_names(schedule) == node_names(after(6)) and not remarks(schedule, "rate-limit")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_the_order_is_idempotent(limit):
+    """A second run finds nothing to move; only throttles of its own come on top."""
+
+    def order(count: int) -> list[list[str]]:
+        schedule = after(6, Framed, extra=(RateLimit(limit),) * count)
+        return [[n.name for n in p.graph.nodes if n not in p.nodes("throttle")] for p in schedule.phases]
+
+    assert order(1) == order(2)

@@ -1,0 +1,274 @@
+"""The lanes of a picture: one a queue, with bars, exposed time, marks, names, and the arrows between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from fxshard.ir.schedule import bytes_text
+from fxshard.viz.style import Canvas, Palette, fitting, number, shortened, text_width
+from fxshard.viz.timeline import Bar, Exposed, Lane, Mark, Timeline
+
+COLLECTIVE, COMPUTE, ROW, FLIGHT, NAMES = 26.0, 38.0, 11.0, 26.0, 17.0
+"""Heights: a collective, a compute segment, a row of marks, what arrows cross between lanes, a row of names."""
+
+NO_UNIT = "no unit yet"
+"""Name of the operators before the first one that reads a parameter."""
+
+OUTLINED = 5.0
+"""Bars at least this wide have an outline."""
+
+TITLES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
+
+LANE_NOTES = {
+    "unshard": "AllGather, shard group",
+    "compute": "the model's operators",
+    "reduce": "ReduceScatter, shard group",
+    "replicate": "AllReduce across replicas",
+}
+
+MARKS = {
+    "cast_shard": ("CAST", "the shard, to the gathered dtype"),
+    "presence": ("ANY", "which gradients exist on any rank"),
+    "free": ("FREE", "gathered parameters"),
+    "wait": ("WAIT", "for a collective"),
+    "flatten_grads": ("FLAT", "gradients into one buffer"),
+    "accumulate_grad": ("ACC", "reduced gradient into .grad"),
+}
+
+ABOVE, BELOW = ("cast_shard", "presence", "free", "wait-down"), ("wait-up", "accumulate_grad", "flatten_grads")
+"""Rows of marks over and under the bars, downwards; a WAIT stands on the side of the queue it waits for."""
+
+
+@dataclass
+class Place:
+    """Where a lane lies: its bars from `top` to `bottom`, and the middle of each row of marks."""
+
+    lane: Lane
+    top: float
+    bottom: float
+    rows: dict[str, float] = field(default_factory=dict)
+    runs: list[tuple[list[Bar], str]] = field(default_factory=list)
+    """Bars that follow each other without a gap, with the name that stands in them."""
+    names: list[tuple[float, str]] = field(default_factory=list)
+    """Centre and text of the names that stand under the bars."""
+
+
+class Lanes:
+    """Places the lanes from `y` down when made; draws when asked."""
+
+    def __init__(self, timeline: Timeline, canvas: Canvas, palette: Palette, y: float):
+        self.timeline, self.canvas, self.palette = timeline, canvas, palette
+        self.order = [lane.queue for lane in timeline.lanes]
+        self.mark_size = min(4.0, max(1.0, 0.25 * canvas.scale))
+        self.places: dict[str, Place] = {}
+        for i, lane in enumerate(timeline.lanes):
+            place = self._place(lane, y + FLIGHT * bool(i))
+            self.places[lane.queue] = place
+            y = max(place.bottom + NAMES * bool(place.names), *place.rows.values(), 0.0) + ROW / 2
+        self.bottom = y
+
+    def _place(self, lane: Lane, y: float) -> Place:
+        found = {self._row_name(mark) for mark in lane.marks}
+        above, below = [row for row in ABOVE if row in found], [row for row in BELOW if row in found]
+        top = y + ROW * len(above)
+        place = Place(lane, top, top + (COMPUTE if lane.queue == "compute" else COLLECTIVE))
+        place.runs, names = self._label(lane)
+        if lane.queue == "compute":
+            place.names = names
+        under = place.bottom + NAMES * bool(place.names)
+        place.rows = {row: y + ROW * (i + 0.5) for i, row in enumerate(above)}
+        place.rows |= {row: under + ROW * (i + 0.5) for i, row in enumerate(below)}
+        return place
+
+    def _row_name(self, mark: Mark) -> str:
+        if mark.kind != "wait":
+            return mark.kind
+        return "wait-down" if self.order.index(mark.source) < self.order.index(mark.queue) else "wait-up"
+
+    # -- drawing
+
+    def draw(self) -> None:
+        self._draw_arrows()
+        for place in self.places.values():
+            self._draw_gutter(place)
+            self.canvas.add('<g class="bars">')
+            self._draw_bars(place)
+            self.canvas.add("</g>")
+            self._draw_marks(place)
+
+    def _draw_gutter(self, place: Place) -> None:
+        middle = (place.top + place.bottom) / 2
+        self.canvas.text(24.0, middle - 1.0, place.lane.queue, "strong", 13.0)
+        note = LANE_NOTES.get(place.lane.queue, "") if place.lane.bars else "no collective"
+        self.canvas.text(24.0, middle + 13.0, note, "faint")
+        self.canvas.line(self.canvas.left, place.bottom, self.canvas.x(self.timeline.end), place.bottom, "grid")
+
+    def _draw_bars(self, place: Place) -> None:
+        canvas, height = self.canvas, place.bottom - place.top
+        if place.lane.queue == "compute":
+            for gap in self.timeline.exposed:
+                width = (gap.end - gap.start) * canvas.scale
+                canvas.rect(canvas.x(gap.start), place.top, width, height, "exposed", _gap_title(gap))
+        for run, label in place.runs:
+            left, right = canvas.x(run[0].start), canvas.x(run[-1].end)
+            outlined, fill = right - left >= OUTLINED, self.palette.fill(run[0].unit)
+            single = outlined and len(run) == 1
+            for bar in run:
+                width = (bar.end - bar.start) * canvas.scale
+                classes = fill if single else f"{fill} flush"
+                canvas.rect(canvas.x(bar.start), place.top, width, height, classes, _bar_title(bar), 2 * single)
+            if outlined and not single:
+                canvas.rect(left, place.top, right - left, height, f"{fill} outline", radius=2)
+            if label:
+                canvas.text((left + right) / 2, (place.top + place.bottom) / 2 + 4.0, label, "m over")
+        for x, text in place.names:
+            canvas.line(x, place.bottom, x, place.bottom + 4.0, "edge")
+            canvas.text(x, place.bottom + 14.0, text, "m")
+
+    def _draw_marks(self, place: Place) -> None:
+        if not place.lane.marks:
+            return
+        self.canvas.add('<g class="marks">')
+        for mark in place.lane.marks:
+            row = self._row_name(mark)
+            shape = mark_shape(row, self.canvas.x(mark.time), place.rows[row], self.mark_size)
+            title = f"{MARKS[mark.kind][0]} {mark.name}, {mark.phase}, at slot {mark.time:.2f}"
+            self.canvas.path(shape, mark.kind, title)
+        self.canvas.add("</g>")
+
+    def _draw_arrows(self) -> None:
+        drawn: dict[str, list[str]] = {"wait": [], "limit": []}
+        for arrow in self.timeline.arrows:
+            source, target = self.places[arrow.source], self.places[arrow.target]
+            down = source.top < target.top
+            if arrow.kind == "limit":
+                begin, end = source.rows["free"], target.bottom
+            else:
+                begin = source.bottom if down else source.top
+                end = target.rows["wait-down" if down else "wait-up"]
+            x1, x2 = number(self.canvas.x(arrow.source_time)), number(self.canvas.x(arrow.target_time))
+            drawn[arrow.kind].append(f"M{x1} {number(begin)}L{x2} {number(end)}")
+        for kind, lines in drawn.items():
+            if lines:
+                self.canvas.path("".join(lines), f"arrow {kind}")
+
+    # -- names
+
+    def _label(self, lane: Lane) -> tuple[list[tuple[list[Bar], str]], list[tuple[float, str]]]:
+        """Each run of bars with the name that fits into it, and the names that go under the bars, by their centres.
+
+        Where most bars of one unit kind in a phase are too narrow, none of them has its name inside.
+        """
+        labelled = [(run, self._inside(run)) for run in runs(lane.bars)]
+        groups: dict[tuple[str, str], dict[str, tuple[list[Bar], str]]] = {}
+        for run, text in labelled:
+            kind = self.timeline.kinds.get(run[0].unit, "")
+            widest = groups.setdefault((run[0].phase, kind), {})
+            if run[0].name not in widest or length(run) > length(widest[run[0].name][0]):
+                widest[run[0].name] = run, text
+        filled = {key: sum(text != "" for _, text in group.values()) for key, group in groups.items()}
+        crowded = {key for key, group in groups.items() if 2 * filled[key] < len(group)}
+        under: list[tuple[float, str]] = []
+        for key, group in groups.items():
+            outside = [run for run, text in group.values() if run[0].unit and (not text or key in crowded)]
+            under += self._thinned(outside)
+        kept = [
+            (run, "" if (run[0].phase, self.timeline.kinds.get(run[0].unit, "")) in crowded else text)
+            for run, text in labelled
+        ]
+        return kept, list(_side_by_side(sorted(under)))
+
+    def _inside(self, run: list[Bar]) -> str:
+        name, width = run[0].name, length(run) * self.canvas.scale - 4.0
+        with_size = [f"{name} · {bytes_text(run[0].num_bytes)}"] if run[0].num_bytes else []
+        return fitting([*with_size, *short_names(name)] if name else [NO_UNIT], width)
+
+    def _thinned(self, outside: list[list[Bar]]) -> list[tuple[float, str]]:
+        """Every n-th name of one kind and phase, n as small as the room allows."""
+        outside = sorted(outside, key=lambda run: run[0].start)
+        named = [
+            (self.canvas.x((run[0].start + run[-1].end) / 2), self.palette.place[run[0].unit], run[0].unit)
+            for run in outside
+        ]
+        thinned: list[tuple[float, str]] = []
+        for every in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024):
+            thinned = [(x, shortened(name, 24)) for x, place, name in named if place % every == 0]
+            if all(_apart(a, b) for a, b in pairwise(thinned)):
+                break
+        return thinned
+
+
+def _side_by_side(names: list[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+    """Of names in order of their centres, those that do not run into one before them."""
+    last: tuple[float, str] | None = None
+    for name in names:
+        if last is None or _apart(last, name):
+            last = name
+            yield name
+
+
+def _apart(a: tuple[float, str], b: tuple[float, str]) -> bool:
+    return b[0] - a[0] >= (text_width(a[1]) + text_width(b[1])) / 2 + 6.0
+
+
+def length(run: list[Bar]) -> float:
+    return run[-1].end - run[0].start
+
+
+def runs(bars: Iterable[Bar]) -> Iterator[list[Bar]]:
+    """Bars of one unit that follow each other without a gap; each collective is by itself."""
+    run: list[Bar] = []
+    for bar in bars:
+        last = run[-1] if run and bar.kind == "compute" else None
+        if last is not None and (bar.unit, bar.phase, bar.start) == (last.unit, last.phase, last.end):
+            run.append(bar)
+            continue
+        if run:
+            yield run
+        run = [bar]
+    if run:
+        yield run
+
+
+def short_names(name: str) -> list[str]:
+    """`model.layers.3` and what it may be shortened to; a name that is not numbered stays whole."""
+    parts = name.split(".")
+    tails = [".".join(parts[i:]) for i in range(len(parts))]
+    return [tail for tail in tails if tail == name or (name[0] != "(" and any(map(str.isdigit, tail)))]
+
+
+def mark_shape(row: str, x: float, y: float, s: float) -> str:
+    """The outline of a mark around (x, y), of about 2 s each way, as path data."""
+
+    def polygon(*points: tuple[float, float]) -> str:
+        return "M" + "L".join(f"{number(x + dx * s)} {number(y + dy * s)}" for dx, dy in points) + "Z"
+
+    if row == "wait-down":
+        return polygon((-1, -1), (1, -1), (0, 1))
+    if row in ("wait-up", "wait"):
+        return polygon((-1, 1), (1, 1), (0, -1))
+    if row == "accumulate_grad":
+        return polygon((0, -1.1), (1.1, 0), (0, 1.1), (-1.1, 0))
+    if row == "free":
+        radius, across = number(s * 0.9), number(s * 1.8)
+        half = f"a{radius} {radius} 0 1 0"
+        return f"M{number(x - s * 0.9)} {number(y)}{half} {across} 0{half} -{across} 0Z"
+    if row == "presence":
+        return polygon((-1.1, -0.4), (1.1, -0.4), (1.1, 0.4), (-1.1, 0.4))
+    return polygon((-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85))
+
+
+def _bar_title(bar: Bar) -> str:
+    when = f"slots {bar.start:.2f} to {bar.end:.2f}"
+    if bar.kind == "compute":
+        return f"{bar.name or NO_UNIT}: {bar.num_operators} operators of {bar.phase}\n{when}"
+    first, *moved = bar.passes
+    by = f"put there by {first}" + (f", moved by {', '.join(moved)}" if moved else "")
+    return f"{TITLES[bar.kind]} {bar.name}, {bytes_text(bar.num_bytes)}, {bar.phase}\n{when}\n{by}"
+
+
+def _gap_title(gap: Exposed) -> str:
+    when = f"{gap.end - gap.start:.2f} slots, {gap.start:.2f} to {gap.end:.2f}"
+    return f"compute waits for {gap.cause}, {gap.phase}\n{when}"
