@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 CHECKED := fxshard examples $(if $(wildcard benchmarks/*.py),benchmarks)
 
-.PHONY: setup demo test test-all lint style types gpu-check clean
+.PHONY: setup demo test test-all lint style types pictures gpu-check clean
 
 setup: $(READY)
 
@@ -40,6 +40,9 @@ types: $(READY)
 	@ln -s $(CURDIR)/examples $(CURDIR)/benchmarks build/types
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
 		$(addprefix -p ,$(CHECKED))
+
+pictures: $(READY)
+	$(BIN)/python -m examples.pictures
 
 gpu-check: $(READY)
 	$(BIN)/python -m benchmarks.gpu_check
