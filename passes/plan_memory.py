@@ -49,7 +49,8 @@ class PlanMemory(Pass):
         memory = schedule.memory
         memory.resident_bytes = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
         for phase in schedule.phases:
-            buffers = _lives(schedule, phase)
+            with phase.frozen():
+                buffers = _lives(schedule, phase)
             memory.arena_bytes = max(memory.arena_bytes, _colour(buffers))
             gathered = _peak([b for b in buffers if _is_gathered(b.node)])
             memory.peak_gathered_bytes = max(memory.peak_gathered_bytes, gathered + memory.resident_bytes)

@@ -25,12 +25,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
-import torch
 from torch import fx
 
 from fxshard.ir import Phase, Schedule, Slot, ops
 from fxshard.ir.aliasing import aliased_inputs, mutated_inputs
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.schedule import describe, info, tensor_bytes
 
 QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
 """Lanes from top to bottom: what feeds compute above it, what compute feeds below it."""
@@ -367,17 +366,4 @@ def touched_bytes(node: fx.Node) -> int:
     """Bytes an operator reads and writes, by the shapes it was captured with; 0 for a view."""
     if aliased_inputs(node) and not mutated_inputs(node):
         return 0
-    return _value_bytes(node) + sum(map(_value_bytes, node.all_input_nodes))
-
-
-def _value_bytes(node: fx.Node) -> int:
-    """Of a tensor; an operator with several results has a tuple, and each is counted where it is taken out."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(map(_hint, value.shape)) * value.dtype.itemsize
-
-
-def _hint(size: Any) -> int:
-    """A size as it was at capture. Converting a symbolic one to int would fix it for good."""
-    return size if isinstance(size, int) else int(size.node.hint or 1)
+    return tensor_bytes(node) + sum(map(tensor_bytes, node.all_input_nodes))

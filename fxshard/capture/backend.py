@@ -62,9 +62,10 @@ class CaptureBackend:
         for i, (value, example) in enumerate(zip(values, examples)):
             if isinstance(example, ShardedParameter):
                 names[i] = example.fqn
-                value = torch_private.plain_fake(fake_mode, value if isinstance(value, torch.Tensor) else example)
-                value.requires_grad_(example.requires_grad)
-            plain.append(example if value is None else value)
+                whole = torch_private.plain_fake(fake_mode, value if isinstance(value, torch.Tensor) else example)
+                plain.append(whole.requires_grad_(example.requires_grad))
+            else:
+                plain.append(example)
         call = _Compiled(self.host, names)
         function = torch_private.aot(
             graph_module, plain, call.forward_compiler, call.backward_compiler, call.inference_compiler, call.partition

@@ -6,7 +6,9 @@ is made; nothing is recognised by name or by an operator pattern.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -116,16 +118,33 @@ class Phase:
         self.name = name
         self.graph = graph
         self.flats = flats
+        self._index: dict[tuple[str | None, str | None], list[fx.Node]] | None = None
 
     # -- queries
 
     def nodes(self, kind: str | None = None, flat: str | None = None) -> list[fx.Node]:
         """Nodes of a kind, of a FlatParameter, or both, in issue order."""
+        if self._index is not None:
+            return list(self._index.get((kind, flat), ()))
         return [
             n
             for n in self.graph.nodes
             if (kind is None or info(n).kind == kind) and (flat is None or info(n).flat == flat)
         ]
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """For code that only reads: inside, `nodes` is a look-up instead of a walk over the graph."""
+        index: dict[tuple[str | None, str | None], list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            kind, flat = info(node).kind, info(node).flat
+            for key in {(kind, flat), (kind, None), (None, flat), (None, None)}:
+                index.setdefault(key, []).append(node)
+        self._index = index
+        try:
+            yield
+        finally:
+            self._index = None
 
     def one(self, kind: str, flat: str) -> fx.Node | None:
         """The only node of this kind and FlatParameter, or None."""
@@ -386,7 +405,12 @@ def tensor_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
-    return int(value.numel()) * value.dtype.itemsize
+    return math.prod(map(hint, value.shape)) * value.dtype.itemsize
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as it was when captured; asking a symbolic size itself would fix it for good."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def flatten_nodes(tree: Any) -> Iterator[fx.Node]:

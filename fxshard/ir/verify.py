@@ -18,14 +18,13 @@ def verify(schedule: Schedule) -> None:
     """Check every rule that the passes so far have made meaningful; raise ScheduleError listing all that is broken."""
     problems = []
     for phase in schedule.phases:
-        for rule in RULES:
-            for node, text in rule(schedule, phase):
-                line = user_line(node)
-                where = f" ({line})" if line else ""
-                position = list(phase.graph.nodes).index(node)
-                problems.append(
-                    f"{rule.__name__}: {text}\n  where   {phase.name}, op {position} {describe(node)}{where}"
-                )
+        with phase.frozen():
+            found = [(rule, node, text) for rule in RULES for node, text in rule(schedule, phase)]
+        for rule, node, text in found:
+            line = user_line(node)
+            where = f" ({line})" if line else ""
+            position = list(phase.graph.nodes).index(node)
+            problems.append(f"{rule.__name__}: {text}\n  where   {phase.name}, op {position} {describe(node)}{where}")
     if problems:
         raise ScheduleError("\n".join(problems))
 

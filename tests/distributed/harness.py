@@ -79,7 +79,7 @@ class Ranks:
                     answers[rank] = answer
         missing = [r for r in range(world_size) if r not in answers and r not in failures]
         if missing or any(not w.process.is_alive() for w in workers):
-            self.close()
+            self.close(grace_s=0.0)
         if failures:
             first = next(iter(failures))
             error = failures[first][0]
@@ -100,10 +100,11 @@ class Ranks:
             worker.wait_until_up()
         return self._workers[:world_size]
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 10.0) -> None:
+        """End all processes: an idle one leaves by itself when its pipe closes, what is left after a while is killed."""
         for worker in self._workers:
-            worker.connection.close()  # an idle process leaves by itself
-        deadline = time.monotonic() + GRACE_S
+            worker.connection.close()
+        deadline = time.monotonic() + grace_s
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             worker.process.kill()

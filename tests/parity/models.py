@@ -114,6 +114,7 @@ def features_and_targets(draw: Draw) -> Inputs:
 # ---- language models -------------------------------------------------------------------------------------------------
 
 VOCABULARY = 61
+STARTS_WITH: dict[str, Any] = {"decoder_start_token_id": 0}
 
 
 def gpt(dropout: float) -> nn.Module:
@@ -175,7 +176,7 @@ def t5(dropout: float) -> nn.Module:
 
     config = T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=dropout,
-        use_cache=False, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+        use_cache=False, pad_token_id=0, eos_token_id=1, **STARTS_WITH,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
@@ -223,12 +224,15 @@ def whisper_inputs(draw: Draw) -> Inputs:
     }
 
 
+LABELS: dict[str, Any] = {"num_labels": 5}
+
+
 def vit(dropout: float) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=8,
-        num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **LABELS,
     )  # fmt: skip
     return ViTForImageClassification(config)
 
@@ -238,7 +242,7 @@ def resnet(dropout: float) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=5,
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", **LABELS,
     )  # fmt: skip
     return ResNetForImageClassification(config)
 
@@ -247,7 +251,7 @@ class WideBatchNorm(nn.BatchNorm2d):
     """Computes in the dtype of its statistics. torch has no CPU batch norm of 16-bit weights and fp32 statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.num_batches_tracked is not None and self.running_mean is not None
+        assert self.num_batches_tracked is not None and self.running_mean is not None and self.momentum is not None
         self.num_batches_tracked.add_(1)
         wide = [t.to(self.running_mean.dtype) for t in (x, self.weight, self.bias)]
         y = nn.functional.batch_norm(
