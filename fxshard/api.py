@@ -86,9 +86,11 @@ class _State:
         self.programs: list[Program | None] = []
         self.skeletons: set[str] = set()
         self.original_class = type(module)
+        self.own_forward: Callable[..., Any] | None = None
+        """A forward that was set on the module itself, not on its class."""
+        self.run: Callable[..., Any]
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.plain = False
-        self._accumulators: list[tuple[str, Any]] | None = None
         self.announced = False
         """Whether this rank has told the others how its first capture went."""
 
@@ -123,15 +125,6 @@ class _State:
         self.programs.append(program)
         return program
 
-    def accumulators(self) -> Sequence[tuple[str, Any]]:
-        """The autograd node behind each trainable parameter as forward sees it; made anew when what is trained changes."""
-        seen: dict[str, nn.Parameter] = {f: p for s in self.storages.values() for f, p in s.parameters.items()}
-        seen.update({h.fqn: h for _, _, _, h in self.handles})  # type: ignore[attr-defined]
-        leaves = {fqn: p for fqn, p in seen.items() if p.requires_grad}
-        if self._accumulators is None or [f for f, _ in self._accumulators] != list(leaves):
-            self._accumulators = [(fqn, torch_private.gradient_accumulator(p)) for fqn, p in leaves.items()]
-        return self._accumulators
-
     def agree(self, schedule: Schedule) -> None:
         """Compare a new communication skeleton with the other ranks'; one already agreed on needs nobody."""
         lines = schedule.skeleton()
@@ -151,10 +144,13 @@ class _State:
             )
         self.skeletons.add(text)
 
-    def give_up(self, error: Exception) -> None:
-        """After a failed first capture: tell the other ranks, who fail too, and make the module what it was before."""
+    def give_up(self, error: Exception) -> bool:
+        """After a failed first capture: tell the other ranks, who fail too, and make the module what it was before.
+
+        False, and nothing done, if the model has run already: it stays sharded.
+        """
         if self.programs or self.world is None:
-            return
+            return False
         if not self.announced:
             self.announced = True
             self.world.exchange("skeleton", f"{_FAILED}{error}", self.options.timeout_s)
@@ -170,7 +166,10 @@ class _State:
                             if p is piece:
                                 owner._parameters[name] = whole
         module.__class__ = self.original_class
+        if self.own_forward is not None:
+            module.forward = self.own_forward
         del module.__dict__[_STATE]
+        return True
 
     # -- for the user
 
@@ -514,18 +513,28 @@ class _Materialised:
 
 def _install(model: nn.Module, state: _State) -> None:
     """Swap the class for one with the mixin, whose forward runs the captured step. Hooks stay outside of it."""
-    original = type(model)
     state.handles = _compute_handles(model, state)
-    run = _runner(model, state, _capturing(model, state))
-
-    @functools.wraps(model.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    model.__class__ = type(
-        original.__name__, (ShardedModule, original), {"__module__": original.__module__, "forward": forward}
-    )
+    state.run = _runner(model, state, _capturing(model, state))
+    state.own_forward = model.__dict__.pop("forward", None)
+    model.__class__ = _sharded_class(type(model))
     model.__dict__[_STATE] = state
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _sharded_class(original: type) -> type:
+    """`original` with the mixin; one for each class. It holds no model: Dynamo keeps classes for good."""
+    if original in _CLASSES:
+        return _CLASSES[original]
+
+    @functools.wraps(original.forward)  # type: ignore[attr-defined]
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _state(self).run(*args, **kwargs)
+
+    names = {"__module__": original.__module__, "forward": forward}
+    _CLASSES[original] = type(original.__name__, (ShardedModule, original), names)
+    return _CLASSES[original]
 
 
 def _capturing(model: nn.Module, state: _State) -> Callable[..., Any]:
@@ -578,7 +587,8 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if state.plain:
-            return state.original_class.forward(reference(), *args, **kwargs)
+            forward = state.own_forward or functools.partial(state.original_class.forward, reference())
+            return forward(*args, **kwargs)
         if cast_to is not None:
             args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
         for table, name, master, handle in handles:
@@ -597,7 +607,8 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
             for table, name, master, _ in handles:
                 table[name] = master
         if failure is not None:
-            state.give_up(failure)
+            if state.give_up(failure):
+                failure.add_note("The model was put back as it was before fxshard.compile: it is NOT sharded any more")
             raise failure
         if type(outputs) is not torch.Tensor:
             for leaf in torch_private.pytree.tree_leaves(outputs):

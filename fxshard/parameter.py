@@ -136,6 +136,9 @@ class ShardedParameter(torch.Tensor):
         flat = stored.as_strided((binding.numel,), (1,))
         return flat[binding.start : binding.start + binding.length]
 
+    def _place(self) -> tuple[int, int] | None:
+        return None if self.binding is None else (self.binding.start, self.binding.length)
+
     def _bound(self, what: object) -> Binding:
         if self.binding is None:
             _refuse(self, what)
@@ -275,6 +278,8 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
         if isinstance(x, ShardedParameter):
             if x.shape != first.shape:
                 _refuse(first, f"{func} together with '{x.fqn}' of shape {tuple(x.shape)}")
+            if x.binding is not first.binding and x._place() != first._place():
+                _refuse(first, f"{func} together with '{x.fqn}', of which another part is held here,")
             return x.local
         if isinstance(x, Tensor) and x.dim() > 0:
             return first.piece_of(x)
@@ -312,12 +317,15 @@ def _local(x: Any) -> Any:
 
 
 def _combine(partials: Tensor, order: float, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """Per-tensor norms (n,) of pieces -> norms of the whole."""
+    """Per-tensor norms (n,) of pieces -> norms of the whole. In fp32 or wider: a square may leave fp16's range."""
+    wide = partials.to(torch.promote_types(partials.dtype, torch.float32))
     if order == math.inf:
-        return reduce(partials, "max")
-    if order == 0:
-        return reduce(partials, "sum")
-    return reduce(partials.pow(order), "sum").pow(1.0 / order)
+        total = reduce(wide, "max")
+    elif order == 0:
+        total = reduce(wide, "sum")
+    else:
+        total = reduce(wide.pow(order), "sum").pow(1.0 / order)
+    return total.to(partials.dtype)
 
 
 def _piece_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:

@@ -100,8 +100,8 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
 def _by_class(modules: dict[str, nn.Module], wanted: type) -> list[str]:
     found = [name for name, module in modules.items() if isinstance(module, wanted)]
     if not found:
-        classes = sorted({type(m).__name__ for m in modules.values()})
-        raise ValueError(f"units={wanted.__name__}: no module of this class. Classes here: {', '.join(classes)}")
+        classes = ", ".join(sorted({type(m).__name__ for m in modules.values()})) or "none, the model has no submodules"
+        raise ValueError(f"units={wanted.__name__}: no module of this class. Classes here: {classes}")
     return found
 
 

@@ -60,7 +60,7 @@ class RateLimit(Pass):
 
         for node in list(phase.graph.nodes):
             kind, flat = info(node).kind, info(node).flat or ""
-            if kind == "all_gather" and flat not in schedule.resident:
+            if kind == "all_gather" and schedule.counts(flat):
                 if not held_back and fits(node):
                     issue(node)
                 else:
@@ -104,7 +104,7 @@ class RateLimit(Pass):
     def _throttle(self, schedule: Schedule, phase: Phase) -> None:
         """AG number k waits for free number k - limit: the stream obeys the bound, not only the issue order."""
         assert self.limit is not None
-        gathers, frees, gathered = 0, [], {info(g).flat for g in phase.all_gathers} - schedule.resident
+        gathers, frees, gathered = 0, [], {f for g in phase.all_gathers if schedule.counts(f := info(g).flat or "")}
         for node in list(phase.graph.nodes):
             found = info(node)
             if found.kind == "free" and found.flat in gathered:

@@ -48,7 +48,6 @@ class DistributedWorld(World):
         else:
             self.shard_group = _own_group(grid, self.rank)
             self.replica_group = _own_group([list(c) for c in zip(*grid)], self.rank)
-        self._topics: dict[str, int] = {}
 
     def _check_mesh(self, mesh: DeviceMesh) -> int:
         if mesh.ndim != 2 or mesh.size() != self.W:
@@ -104,7 +103,8 @@ class DistributedWorld(World):
     def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
         """Through the store of the default group. Raises AgreementError naming the ranks that did not come in time."""
         store = torch_private.default_store()
-        number = self._topics[topic] = self._topics.get(topic, 0) + 1
+        # Counted in the store, so that a second model does not read the first one's answers.
+        number = store.add(f"fxshard/{topic}/{self.rank}", 1)
         prefix = f"fxshard/{topic}/{number}"
         store.set(f"{prefix}/{self.rank}", json.dumps(text))
         keys = [f"{prefix}/{r}" for r in range(self.W)]

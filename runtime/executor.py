@@ -53,6 +53,8 @@ class Executor:
         self.programs: list[Program] = []
         self.running: str | None = None
         self.skipped: frozenset[str] = frozenset()
+        self.broken: str | None = None
+        """Why no step may be taken any more: an exception in a phase leaves collectives half done."""
         self.events: list[tuple[str, str, str]] | None = None
         """When a list: every communication node as it is executed, (phase, kind, flat). Set by `observe`."""
         self.random = random.Random(0)
@@ -184,6 +186,11 @@ class Program:
             raise RuntimeError(
                 f"{name} of a sharded model was entered while its {executor.running} is running; buffers are shared"
             )
+        if executor.broken is not None:
+            raise RuntimeError(
+                f"an earlier {executor.broken}: ranks may be at different points of the schedule. "
+                "Start the processes again, or compile a new model in a new process group"
+            )
         executor.running = name
         try:
             streams = executor.streams
@@ -191,6 +198,10 @@ class Program:
             for queue in QUEUES[1:]:
                 streams.wait(queue, start)
             return code.function(arguments)
+        except BaseException as error:
+            if executor.world.W > 1 and executor.world.kind != "virtual":
+                executor.broken = f"{name} was interrupted by {type(error).__name__}: {error}"
+            raise
         finally:
             executor.running = None
 

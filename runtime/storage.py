@@ -33,13 +33,14 @@ class FlatStorage:
         self._wrappers: list[ShardedParameter] = []
 
     def _binding(self, index: int, generation: Generation) -> Binding:
-        spec, piece = self.flat.parameters[index], self.pieces[index]
+        # No reference to this storage: `.grad` is held from C++, where the garbage collector does not see a cycle.
+        spec, piece, flat, world = self.flat.parameters[index], self.pieces[index], self.flat, self.world
 
         def gather(local: Tensor) -> Tensor:
-            part = local.new_zeros(self.world.held_numel(self.flat))
+            part = local.new_zeros(world.held_numel(flat))
             part[piece.shard_start : piece.shard_start + piece.length] = local
-            full = self.world.gather_flat(self.flat, part)
-            start = self.flat.offsets[index]
+            full = world.gather_flat(flat, part)
+            start = flat.offsets[index]
             return full[start : start + spec.numel].clone()
 
         return Binding(

@@ -8,6 +8,7 @@ replicas, in the order real processes do it, so divisor, groups and order are te
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,12 +39,12 @@ class VirtualWorld(World):
         self.contributor = 0
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._flags: list[Sequence[bool]] = []
-        self._module: nn.Module | None = None
+        self._module: Callable[[], nn.Module | None] = lambda: None
         self._buffers: list[dict[str, Tensor]] = []
 
     def attach(self, module: nn.Module) -> None:
         """Give each contributor its own copy of the module's buffers."""
-        self._module = module
+        self._module = weakref.ref(module)
         if self.data_ranks > 1:
             named = dict(module.named_buffers())
             self._buffers = [{n: b.clone() for n, b in named.items()} for _ in range(self.data_ranks)]
@@ -54,8 +55,9 @@ class VirtualWorld(World):
         if not 0 <= r < self.data_ranks:
             raise ValueError(f"rank {r} of a world of {self.data_ranks} contributors")
         self.contributor = r
-        if self._buffers and self._module is not None:
-            named = dict(self._module.named_buffers())
+        module = self._module()
+        if self._buffers and module is not None:
+            named = dict(module.named_buffers())
             with torch.no_grad():
                 for name, buffer in named.items():
                     buffer.copy_(self._buffers[r][name])

@@ -9,6 +9,7 @@ exactly as long as its backward may come: a dropped loss drops the node, the hoo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -43,14 +44,12 @@ class Host(Protocol):
 
     def program(self, schedule: Schedule, root: torch.nn.Module) -> Program: ...
 
-    def accumulators(self) -> Sequence[tuple[str, Any]]: ...
-
 
 class CaptureBackend:
-    """Called by Dynamo once per captured signature."""
+    """Called by Dynamo once per captured signature. Dynamo keeps its backends for good, so this one holds nothing."""
 
     def __init__(self, host: Host):
-        self.host = host
+        self.host = weakref.ref(host)
 
     def __call__(self, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -66,7 +65,9 @@ class CaptureBackend:
                 plain.append(whole.requires_grad_(example.requires_grad))
             else:
                 plain.append(example)
-        call = _Compiled(self.host, names)
+        host = self.host()
+        assert host is not None, "the model is gone"
+        call = _Compiled(host, names)
         function = torch_private.aot(
             graph_module, plain, call.forward_compiler, call.backward_compiler, call.inference_compiler, call.partition
         )
@@ -80,6 +81,8 @@ class _Compiled:
         self.host, self.names = host, names
         self.program: Program | None = None
         self.given: tuple[bool, ...] = ()
+        self.leaves: list[tuple[int, str]] | None = None
+        """Where among its autograd node's inputs the parameters are."""
 
     # -- compile time
 
@@ -133,23 +136,30 @@ class _Compiled:
             assert self.program is not None
             state = self.program.begin_call()
             outputs = function(*arguments)
-            node = torch_private.backward_node(outputs)
-            if node is not None:
-                surviving = torch_private.surviving_outputs(node)
-                torch_private.keep_saved_tensors(node)
+            autograd_node = torch_private.backward_node(outputs)
+            if autograd_node is not None:
+                surviving = torch_private.surviving_outputs(autograd_node)
+                torch_private.keep_saved_tensors(autograd_node)
+
+                node = weakref.ref(autograd_node)  # a hook that held its node would never be freed
 
                 def before_backward(gradients: tuple[Any, ...]) -> None:
                     self.given = tuple(gradients[i] is not None for i in surviving)
                     assert self.program is not None
-                    # torch.autograd.grad, and backward(inputs=...), leave other leaves alone.
-                    accumulators = self.host.accumulators()
-                    skipped = frozenset(fqn for fqn, leaf in accumulators if not torch_private.will_run(leaf))
-                    self.program.begin_backward(state, skipped)
+                    self.program.begin_backward(state, self._skipped(node()))
 
-                node.register_prehook(before_backward)
+                autograd_node.register_prehook(before_backward)
             return outputs
 
         return call
+
+    def _skipped(self, node: Any) -> frozenset[str]:
+        """Parameters that torch.autograd.grad or backward(inputs=...) did not ask for: they are left alone."""
+        inputs = node.next_functions
+        if self.leaves is None:
+            named = ((i, torch_private.leaf_name(leaf)) for i, (leaf, _) in enumerate(inputs))
+            self.leaves = [(i, fqn) for i, fqn in named if fqn is not None]
+        return frozenset(fqn for i, fqn in self.leaves if not torch_private.will_run(inputs[i][0]))
 
 
 def _indices(graph: fx.Graph) -> dict[fx.Node, int | None]:

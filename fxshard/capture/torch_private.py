@@ -34,8 +34,8 @@ __all__ = [
     "default_partition",
     "default_store",
     "detect_fake_mode",
-    "gradient_accumulator",
     "keep_saved_tensors",
+    "leaf_name",
     "own_code",
     "plain_fake",
     "pytree",
@@ -108,9 +108,9 @@ def keep_saved_tensors(node: Any) -> None:
     type(node)._forward_cls.metadata.bw_donated_idxs = []
 
 
-def gradient_accumulator(leaf: torch.Tensor) -> Any:
-    """The autograd node that accumulates into `leaf`."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
+def leaf_name(node: Any) -> str | None:
+    """The `fqn` of the parameter an AccumulateGrad node belongs to; None for other nodes."""
+    return getattr(getattr(node, "variable", None), "fqn", None)
 
 
 def will_run(node: Any) -> bool:
@@ -156,9 +156,9 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_filename=f"<fxshard call {next(_NUMBERS)}>")
-    copy = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    # Globals of its own as well: Dynamo puts what it compiled there, and the module's would keep it alive.
+    names = dict(function.__globals__)
+    copy = types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

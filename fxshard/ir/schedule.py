@@ -363,6 +363,11 @@ class Schedule:
         """R = W / F: ranks that hold the same shard."""
         return self.W // self.F
 
+    def counts(self, flat: str) -> bool:
+        """Whether the rate limit counts this FlatParameter: residents are not, nor is the root in a forward-only schedule."""
+        kept = "residents-kept" in self.established and self.backward is None and self.flats[flat].is_root
+        return not kept and flat not in self.resident
+
     def text(self, level: str = "communication") -> str:
         """The schedule as text. `level`: `units`, `communication` (every communication node), or `all`."""
         from fxshard.ir.text import schedule_text
