@@ -247,6 +247,7 @@ def compile(
     F, W = _factor_and_size(F, mesh, world)
     units = _units(model, settings, example_inputs)
     flats = flat_parameters(model, units, F, settings.mixed_precision)
+    passes.check_complete(passes.pipeline(settings), settings)
     world = world or _world(F, mesh, device)
     _agree_on_model(world, flats, settings)
     state = _State(model, flats, world, W, F, settings)

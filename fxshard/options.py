@@ -99,7 +99,8 @@ class Options:
         allowed = [f.name for f in dataclasses.fields(Options)]
         unknown = [name for name in keywords if name not in allowed]
         if unknown:
-            everything = [*allowed, "F", "mesh", "world", "example_inputs", "init"]
+            extra = ("F", "mesh", "world", "example_inputs", "init") if function == "fxshard.compile" else ("F", "W")
+            everything = [*allowed, *extra]
             hints = "".join(_close(name, everything) for name in unknown)
             raise TypeError(
                 f"{function} got unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}."

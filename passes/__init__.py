@@ -27,10 +27,15 @@ __all__ = [
     "Pass",
     "PlanMemory",
     "RateLimit",
+    "check_complete",
     "default_passes",
     "pipeline",
     "run",
 ]
+
+
+NEEDED = ("gathers-inserted", "reduces-inserted", "frees-inserted", "memory-planned")
+"""What some pass must provide for a schedule to run."""
 
 
 def default_passes(options: Options) -> list[Pass]:
@@ -63,4 +68,16 @@ def pipeline(options: Options) -> list[Pass]:
     for p in passes:
         if not isinstance(p, Pass):
             raise TypeError(f"passes holds {p!r}: an instance of fxshard.passes.Pass was expected")
+        if not p.name:
+            raise ValueError(f'pass {type(p).__name__} has no name: give it `name = "{type(p).__name__.lower()}"`')
     return passes
+
+
+def check_complete(passes: Sequence[Pass], options: Options) -> None:
+    """Raise ValueError if these passes leave out what a schedule needs to run (to be drawn it needs nothing)."""
+    missing = [word for word in NEEDED if not any(word in p.provides for p in passes)]
+    if missing:
+        raise ValueError(
+            f"passes leaves out what a schedule needs to run: {', '.join(missing)}; "
+            f"the default passes are {', '.join(p.name for p in default_passes(options))}"
+        )

@@ -52,7 +52,9 @@ def test_the_two_dimensional_rule_for_weight_decay():
         decay = [p for p in model.parameters() if p.ndim >= 2]
         rest = [p for p in model.parameters() if p.ndim < 2]
         assert decay and rest
-        return torch.optim.AdamW([{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}], lr=0.1)
+        return torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}], lr=0.1
+        )
 
     plain, sharded = pair(Ragged, 3)
     optimizers = [groups(plain), groups(sharded)]
@@ -121,9 +123,7 @@ def test_clip_grad_norm_equals_plain(order, foreach):
     plain, sharded = sharded_ragged()
     if order == float("inf"):  # torch has no maximum of an empty gradient
         plain.empty.grad = sharded.empty.grad = None
-    totals = [
-        nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=order, foreach=foreach) for m in (plain, sharded)
-    ]
+    totals = [nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=order, foreach=foreach) for m in (plain, sharded)]
     torch.testing.assert_close(totals[1], totals[0], rtol=1e-6, atol=0)
     assert not isinstance(totals[1], fxshard.ShardedParameter)
     for a, b in zip(plain.parameters(), sharded.parameters()):

@@ -125,7 +125,11 @@ def test_a_module_in_two_places_is_tied_and_goes_to_the_root_once():
 
     model = check(Shared)
     flats = model.schedule.flats
-    assert [(flat.name, len(flat.fqns)) for flat in flats.values()] == [("(root).0", 4), ("layers.1", 2), ("(root).1", 2)]
+    assert [(flat.name, len(flat.fqns)) for flat in flats.values()] == [
+        ("(root).0", 4),
+        ("layers.1", 2),
+        ("(root).1", 2),
+    ]
     assert len(model.schedule.backward.reduce_scatters) == 3
 
 
@@ -186,9 +190,7 @@ def test_units_by_bytes_need_example_inputs():
 @pytest.mark.parametrize("num_bytes", [0, -5, "10", 1.5])
 def test_a_wrong_number_of_bytes_is_refused(num_bytes):
     with pytest.raises((ValueError, TypeError), match=r"BytesOfFirstUse|num_bytes"):
-        fxshard.compile(
-            Framed(), F=2, units=fxshard.BytesOfFirstUse(num_bytes), example_inputs=(batches(1)[0],)
-        )
+        fxshard.compile(Framed(), F=2, units=fxshard.BytesOfFirstUse(num_bytes), example_inputs=(batches(1)[0],))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ def capture_error(error: BaseException, model: nn.Module | None) -> Exception:
     return CaptureError(
         f"forward of {name} could not be captured whole: {reason}\n"
         f"  where   {where}\n"
-        "  to do   move this out of forward, or compile with fullgraph=False"
+        "  to do   call the model without fxshard: what fails there too is a fault of the call. Otherwise move this out of "
+        "forward, or compile with fullgraph=False"
     )
 
 

@@ -95,6 +95,9 @@ KINDS: dict[Callable[..., Any], str] = {
 }
 """Function to kind name."""
 
+NODE_KINDS = (*sorted(KINDS.values()), "argument", "parameter", "shard", "resident", "compute")
+"""Every kind a node may have: communication, placeholders, and the model's own operators."""
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 QUEUES = {

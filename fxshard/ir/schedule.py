@@ -124,6 +124,8 @@ class Phase:
 
     def nodes(self, kind: str | None = None, flat: str | None = None) -> list[fx.Node]:
         """Nodes of a kind, of a FlatParameter, or both, in issue order."""
+        if kind is not None and kind not in ops.NODE_KINDS:
+            raise ValueError(f"kind={kind!r}: allowed are {', '.join(ops.NODE_KINDS)}")
         if self._index is not None:
             return list(self._index.get((kind, flat), ()))
         return [

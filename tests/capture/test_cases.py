@@ -235,9 +235,7 @@ def test_checkpointing_recomputes():
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
-        )
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -283,9 +281,7 @@ def test_buffers_keep_their_dtype_under_bf16_parameters():
 
     torch.manual_seed(0)
     plain = nn.Sequential(*(Rotates() for _ in range(3)))
-    sharded = fxshard.compile(
-        copy.deepcopy(plain), F=2, mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16)
-    )
+    sharded = fxshard.compile(copy.deepcopy(plain), F=2, mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16))
     for module in plain:
         module.linear.bfloat16()
     for x in batches(3):
@@ -523,7 +519,9 @@ class ReturnsParameter(Framed):
         return super().forward(x), self.pick(self.layers[1].linear.weight)
 
 
-@pytest.mark.parametrize("pick", [lambda w: w, lambda w: w.t(), lambda w: w[0], lambda w: w.view(-1), lambda w: w.detach()])
+@pytest.mark.parametrize(
+    "pick", [lambda w: w, lambda w: w.t(), lambda w: w[0], lambda w: w.view(-1), lambda w: w.detach()]
+)
 def test_a_returned_parameter_is_refused_by_name(pick):
     _, sharded = pair(lambda: ReturnsParameter(pick))
     with pytest.raises(fxshard.CaptureError, match=r"layers\.1\.linear\.weight"):

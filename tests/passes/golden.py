@@ -13,7 +13,9 @@ from fxshard.passes import Pass
 from tests.capture.compare import Chain, batches
 
 
-def after(count: int, make: Callable = Chain, W: int | None = None, extra: tuple[Pass, ...] = (), **options) -> Schedule:
+def after(
+    count: int, make: Callable = Chain, W: int | None = None, extra: tuple[Pass, ...] = (), **options
+) -> Schedule:
     """The schedule of three units (F = 2 unless told) after the first `count` default passes and `extra` ones."""
     F = options.pop("F", 2)
     return fxshard.trace(make(), (batches(1)[0],), F=F, W=W, passes=lambda p: [*p[:count], *extra], **options)

@@ -38,7 +38,9 @@ def test_golden():
 def test_golden_hybrid():
     # Hybrid: the replicate queue waits for the scatter and reduces one shard, half of the bytes.
     lines = [line for line in text(after(2, W=4), "backward").splitlines() if "layers.2" in line]
-    assert lines[3:] == golden("""
+    assert (
+        lines[3:]
+        == golden("""
         compute    FLAT   layers.2  288 B
         reduce     RS     layers.2  288 B
         replicate  WAIT   layers.2  for RS layers.2
@@ -47,6 +49,7 @@ def test_golden_hybrid():
         compute    WAIT   layers.2  for AR layers.2
         compute    ACC    layers.2  144 B
     """).splitlines()
+    )
 
 
 @pytest.mark.parametrize(("F", "W", "kinds"), [(1, 1, []), (1, 2, ["all_reduce"]), (2, 2, ["reduce_scatter"]),

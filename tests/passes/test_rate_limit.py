@@ -29,7 +29,9 @@ def test_golden():
         compute    FREE   layers.2
         compute    FWD    layers.2
     """)
-    assert text(schedule, "backward").splitlines()[-8:] == golden("""
+    assert (
+        text(schedule, "backward").splitlines()[-8:]
+        == golden("""
         compute    WAIT   layers.2  for RS layers.2
         compute    ACC    layers.2  144 B
         compute    FLAT   layers.0  288 B
@@ -39,6 +41,7 @@ def test_golden():
         compute    WAIT   layers.0  for RS layers.0
         compute    ACC    layers.0  144 B
     """).splitlines()
+    )
 
 
 def test_golden_one_at_a_time():

@@ -117,6 +117,6 @@ def test_a_reused_slot_needs_its_event():
     share = shares_memory(model.schedule)
     late = streams.accesses[before:]
     streams.accesses = late
-    assert any(
-        a.queue == "compute" and b.queue == "unshard" and b.write for a, b in streams.races(share)
-    ), "frees are not what orders slot reuse"
+    assert any(a.queue == "compute" and b.queue == "unshard" and b.write for a, b in streams.races(share)), (
+        "frees are not what orders slot reuse"
+    )
