@@ -122,7 +122,7 @@ def contributors() -> dict[str, Any]:
 
 
 def one_rank_world() -> dict[str, Any]:
-    """A process group of one rank: NCCL on a GPU, gloo without. Nothing moves between ranks; every call is made."""
+    """A process group of one rank: NCCL on a GPU, gloo without. W = F = 1 has no collectives: set-up and parity only."""
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     store = dist.HashStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=1)

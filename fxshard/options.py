@@ -58,7 +58,7 @@ class Options:
     compute: str = "eager"
     """How the nodes between communication run: 'eager'."""
     debug: bool = False
-    """Freed buffers are filled with NaN, lifetimes are checked, random delays are put before collectives."""
+    """Freed buffers are filled with NaN (residents are not), random delays are put before collectives."""
     fullgraph: bool = True
     """Refuse a forward that cannot be captured whole."""
     dynamic: bool | None = None

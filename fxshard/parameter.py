@@ -41,6 +41,9 @@ _SAME_PIECE = frozenset(
 
 _NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim})
 
+_REDUCING = ("_foreach_max", "_foreach_powsum")
+"""List operators that make one number of a tensor."""
+
 _KEEPS_IDENTITY = frozenset({aten.detach.default, aten.alias.default})
 
 
@@ -289,6 +292,8 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
         kwargs["memory_format"] = torch.preserve_format
     written = _written(func, args, kwargs)
+    if isinstance(kwargs.get("out"), Tensor) and not isinstance(kwargs["out"], ShardedParameter):
+        _refuse(first, f"{func} into a plain tensor")
     if not written and isinstance(args[0], Tensor) and not isinstance(args[0], ShardedParameter) and name.endswith("_"):
         _refuse(first, f"{func} into a plain tensor")
     out = func(*pytree.tree_map(piece, args), **pytree.tree_map(piece, kwargs))
@@ -302,6 +307,11 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
 def _on_lists(
     func: Any, name: str, leaves: list[ShardedParameter], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    plain = [
+        x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, ShardedParameter)
+    ]
+    if name in _REDUCING or any(x.dim() > 0 for x in plain):
+        _refuse(leaves[0], f"{func}{'' if name in _REDUCING else ' together with plain tensors'}")
     out = func(*pytree.tree_map(_local, args), **pytree.tree_map(_local, kwargs))
     _changed(_written(func, args, kwargs))
     if not func._schema.returns:

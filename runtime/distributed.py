@@ -24,7 +24,7 @@ from fxshard.runtime.world import DONE, Issue, Pending, World
 class DistributedWorld(World):
     """Ranks of the default process group; groups from a 2-D mesh (replicate, shard), or made here.
 
-    Rank r is shard rank r % F of replica r // F: the F consecutive ranks that share a host share a copy.
+    Without a mesh rank r is shard rank r % F of replica r // F: F consecutive ranks, of one host, share a copy.
     """
 
     def __init__(self, F: int, device: torch.device, mesh: DeviceMesh | None = None):
@@ -55,6 +55,9 @@ class DistributedWorld(World):
                 f"mesh has shape {tuple(mesh.mesh.shape)}; "
                 f"a 2-D mesh (replicate, shard) over all {self.W} ranks was expected"
             )
+        rows = mesh.mesh.tolist()
+        if any(list(line) != sorted(line) for line in [*rows, *zip(*rows)]):
+            raise ValueError(f"mesh {rows}: ranks must ascend along both axes, as process groups order them so")
         return mesh.size(1)
 
     def reduce_small(self, values: Tensor, op: str) -> Tensor:

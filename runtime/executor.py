@@ -355,7 +355,8 @@ class _Binder:
         streams, executor = self.streams, self.executor
         full: Any = node.args[0]
         buffer, label = self.buffers[full], self._label(full)
-        fill = executor.debug and buffer.numel() > 0
+        # A resident's memory may still be read by the backward of another call.
+        fill = executor.debug and buffer.numel() > 0 and info(node).flat not in self.schedule.resident
         raw = buffer.view(torch.uint8) if fill else buffer
 
         def run() -> None:

@@ -61,10 +61,10 @@ class VirtualWorld(World):
             with torch.no_grad():
                 for name, buffer in named.items():
                     buffer.copy_(self._buffers[r][name])
-                try:
-                    with torch.enable_grad():
-                        yield
-                finally:
+            try:
+                yield
+            finally:
+                with torch.no_grad():
                     for name, buffer in named.items():
                         self._buffers[r][name].copy_(buffer)
         else:

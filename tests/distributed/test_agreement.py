@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from tests.distributed.harness import Ranks
@@ -122,3 +125,34 @@ def wrong_factor(F: int) -> str:
 def test_wrong_factors_name_the_allowed_ones(ranks: Ranks, F: int) -> None:
     for text in ranks.run(3, wrong_factor, F):
         assert f"F={F}" in text and "allowed are 1, 3" in text
+
+
+def two_models() -> list[float]:
+    """Two different models in one process group; rank 1 comes late to the second one's first call."""
+    losses = []
+    for width in (8, 12):
+        torch.manual_seed(width)
+        model = Blocks(width=width)
+        fxshard.compile(model, 2, timeout_s=20.0)
+        if width == 12 and dist.get_rank() == 1:
+            time.sleep(1.0)
+        loss = model(torch.ones(2, width))
+        loss.backward()
+        losses.append(float(loss))
+    return losses
+
+
+def test_a_second_model_does_not_read_the_answers_of_the_first(ranks: Ranks) -> None:
+    first, second = ranks.run(2, two_models)
+    assert first == second
+
+
+def rows_out_of_order() -> str:
+    mesh = DeviceMesh("cpu", [[1, 0]])
+    with pytest.raises(ValueError) as caught:
+        fxshard.compile(Blocks(), mesh=mesh)
+    return str(caught.value)
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused(ranks: Ranks) -> None:
+    assert all("ascend" in text for text in ranks.run(2, rows_out_of_order))
