@@ -117,6 +117,12 @@ class RateLimit(Pass):
                             ops.throttle, (frees[needed - 1], found.flat), flat=schedule.flats[found.flat], by=self.name
                         )
                 gathers += 1
+            elif (
+                found.kind == "all_gather" and found.flat is not None and found.flat not in schedule.resident and frees
+            ):
+                # Not counted, and still not to run further ahead than the issue order says.
+                with phase.graph.inserting_before(node):
+                    phase.call(ops.throttle, (frees[-1], found.flat), flat=schedule.flats[found.flat], by=self.name)
 
     def _limit_gradients(self, phase: Phase, remarks: Remarks) -> None:
         """Before gradient buffer k is filled, the reduce of buffer k - limit has ended and reached `.grad`."""
