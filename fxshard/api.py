@@ -226,21 +226,21 @@ def compile(
 
     F: ranks that share one copy of the parameters. F = 1 replicates (DDP), F = W shards fully (ZeRO-3), between is
     hybrid; it must divide W. Default: W. Without a process group a virtual world of F shards runs in this process.
-    mesh: a 2-D DeviceMesh (replicate, shard) to take the groups from.
-    world: a World, for `VirtualWorld(F, contributors=W)`.
+    mesh: a 2-D DeviceMesh (replicate, shard) to take the groups from; F is then its second size.
+    world: a World, for `VirtualWorld(F, contributors=W)`; it settles F and takes no mesh.
     example_inputs: arguments of forward, a tuple or a dict. The forward is then captured before anything is sharded,
     and what cannot be captured leaves the model as it was.
     init: for a model (or parts of one) on the meta device: called with each module whose own parameters or buffers
     were made empty on the device, unit by unit; no rank ever holds the whole model.
     Other options: see `fxshard.Options`.
 
-    Make the optimizer after this, over `model.parameters()`.
+    Parameters keep their identity, so an optimizer made before holds the right ones; its state has to be made after.
 
     Raises TypeError or ValueError for wrong options, CaptureError for a forward that cannot be captured, AgreementError
     when ranks disagree. Source: FSDP paper; torch.distributed.fsdp.fully_shard.
     """
     settings = Options.from_keywords(options)
-    _check_model(model)
+    _check_model(model, "fxshard.compile")
     _check_placement(model, init)
     prepare(model)
     device = _device(model)
@@ -262,11 +262,12 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     """The schedule of one training step, without devices, memory or a process group. The model is left as it was.
 
     `model` may be on the meta device; example_inputs are arguments of forward (tuple or dict), whose values are not
-    read. W: world size, default F. The memory plan is of a world whose collectives bring their own staging memory (NCCL);
-    over gloo the arena also holds what is received.
+    read. W: world size, default F. Options as for `compile`; those about running (`debug`, `sync_parameters`,
+    `timeout_s`) change nothing here. The memory plan is of a world whose collectives bring their own staging memory
+    (NCCL); over gloo the arena also holds what is received.
     """
     settings = Options.from_keywords(options, "fxshard.trace")
-    _check_model(model)
+    _check_model(model, "fxshard.trace")
     W = F if W is None else W
     check_factor(F, W)
     prepare(model)
@@ -278,10 +279,10 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
 # -- steps of compile
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, function: str) -> None:
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"fxshard.compile takes an nn.Module, not {given}")
+        raise TypeError(f"{function} takes an nn.Module, not {given}")
     if _STATE in model.__dict__:
         raise ValueError(f"this {type(model).__name__} is already compiled by fxshard")
     sharded = [name for name, p in model.named_parameters() if isinstance(p, ShardedParameter)]
@@ -299,7 +300,7 @@ def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
     kinds = {p.device.type for _, p in model.named_parameters()} - {"meta"}
     if len(kinds) > 1:
         raise ValueError(f"parameters are on several devices ({', '.join(sorted(kinds))}); move the model to one")
-    hooked = [n for n, p in model.named_parameters() if p._backward_hooks]
+    hooked = [n for n, p in model.named_parameters() if torch_private.gradient_hooks(p)[0]]
     if hooked:
         raise ValueError(
             f"parameters have tensor hooks ({', '.join(hooked[:4])}): sharded gradients do not pass through autograd. "
@@ -318,6 +319,8 @@ def _device(model: nn.Module) -> torch.device:
 
 def _factor_and_size(F: int | None, mesh: DeviceMesh | None, world: World | None) -> tuple[int, int]:
     if world is not None:
+        if mesh is not None:
+            raise ValueError("world and mesh both say who shards with whom; leave one out")
         if F is not None and F != world.F:
             raise ValueError(f"F={F} differs from the given world's F={world.F}; leave one out")
         return world.F, world.W
@@ -443,10 +446,10 @@ def _become(original: nn.Parameter, piece: nn.Parameter) -> bool:
     """Turn `original` into `piece`, keeping the object and what the user put on it; False if weakly referenced."""
     for key, value in original.__dict__.items():
         piece.__dict__.setdefault(key, value)
-    if hooks := original._post_accumulate_grad_hooks:
-        for hook in hooks.values():
-            piece.register_post_accumulate_grad_hook(hook)
-        hooks.clear()
+    _, hooks = torch_private.gradient_hooks(original)
+    for hook in hooks.values():
+        piece.register_post_accumulate_grad_hook(hook)
+    hooks.clear()
     try:
         torch.utils.swap_tensors(original, piece)
     except RuntimeError:
@@ -601,7 +604,7 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
         try:
             with torch_private.while_capturing():
                 outputs = captured(*args, **kwargs)
-        except (torch_private.TorchDynamoException, torch_private.BackendCompilerFailed) as error:
+        except torch_private.CAPTURE_FAILURES as error:
             failure = capture_error(error, reference())
             failure.__cause__ = error
         finally:
@@ -672,7 +675,7 @@ def _trace(
                     module._buffers[name] = _off_meta(buffer, device)
         with torch_private.while_capturing():
             captured(*args, **kwargs)
-    except (torch_private.TorchDynamoException, torch_private.BackendCompilerFailed) as error:
+    except torch_private.CAPTURE_FAILURES as error:
         if not state.captured:
             raise capture_error(error, model) from error
     finally:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +75,7 @@ def unit_modules(model: nn.Module, units: UnitsOption) -> list[str]:
             found.update(_by_class(modules, item) if isinstance(item, type) else _by_pattern(modules, item))
         chosen = [name for name in modules if name in found]
     elif callable(units):
-        chosen = [name for name, module in modules.items() if units(name, module)]
+        chosen = _by_callable(modules, units)
     else:
         raise TypeError(
             f"units={units!r} is not understood. Allowed: 'auto', 'none', an FQN pattern ('layers.*'), a module class, "
@@ -116,11 +118,22 @@ def _by_pattern(modules: dict[str, nn.Module], pattern: Any) -> list[str]:
     return found
 
 
+def _by_callable(modules: dict[str, nn.Module], wanted: Callable[[str, nn.Module], bool]) -> list[str]:
+    try:
+        inspect.signature(wanted).bind("", nn.Module())
+    except TypeError as error:
+        raise TypeError(f"units={wanted!r} is called with (name, module): {error}") from None
+    found = [name for name, module in modules.items() if wanted(name, module)]
+    if not found:
+        raise ValueError(f"units={wanted!r} chose none of the {len(modules)} modules; 'none' makes everything one unit")
+    return found
+
+
 def partition(model: nn.Module, units: UnitsOption) -> list[Unit]:
     """The model's parameters as units, registration order.
 
     A parameter tied across units belongs to the root (the lowest module above both), once. Raises ValueError for a
-    model without parameters.
+    model without parameters, and where units were asked for and no parameter belongs to one.
     """
     names = named_parameters_with_aliases(model)
     if not names:
@@ -144,6 +157,15 @@ def partition(model: nn.Module, units: UnitsOption) -> list[Unit]:
             part += 1
         key, last = f"{ROOT}.{part}" if unit == ROOT else unit, unit
         result.setdefault(key, Unit(unit, is_root=unit == ROOT)).parameters.append((fqns[0], parameter))
+    if all(unit.is_root for unit in result.values()):
+        if units == "auto":
+            warnings.warn(
+                f"units='auto' found no repeated blocks in {type(model).__name__}: all parameters are one unit, gathered as a "
+                "whole. Say what to gather together, as in units=torch.nn.Linear or units='encoder.*', or units='none'",
+                stacklevel=4,
+            )
+        elif units != "none":
+            raise ValueError(f"units={units!r}: no parameter belongs to {', '.join(modules[:4])} alone")
     return list(result.values())
 
 

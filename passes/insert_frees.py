@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from fxshard.ir import Remarks, Schedule, ops
 from fxshard.ir.aliasing import storage_users
-from fxshard.ir.schedule import info
+from fxshard.ir.schedule import describe, info
 from fxshard.passes.base import Pass
 
 
@@ -37,4 +37,4 @@ class InsertFrees(Pass):
                 last = max(storage_users(full))
                 with phase.graph.inserting_after(last):
                     phase.call(ops.free, (full, flat_name), flat=schedule.flats[flat_name], by=self.name)
-                remarks.passed(flat_name, f"freed after {last.name} in {phase.name}")
+                remarks.passed(flat_name, f"freed after {describe(last)} in {phase.name}")

@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
-
 from fxshard.ir import Remarks, Schedule, ops
+from fxshard.ir.schedule import describe
 from fxshard.passes.base import Pass
 
 
@@ -35,12 +34,12 @@ class InsertReduces(Pass):
             return
         graph, gradients = phase.graph, schedule.gradients
         output = phase.output
-        body = next(n for n in graph.nodes if n.op not in ("placeholder",))
+        body = next(n for n in graph.nodes if n.op != "placeholder")
         present, order = None, []
         for flat in schedule.flats.values():
             grads = [gradients.get(fqn) for fqn in flat.fqns]
             if any(g is not None for g in grads):
-                order.append((max(_ready(g, body) for g in grads if g is not None), flat, grads))
+                order.append((max(g for g in grads if g is not None), flat, grads))
             elif flat.requires_grad:
                 remarks.missed(flat.name, "no output reaches it: no gradient to reduce")
         order.sort(key=lambda entry: entry[0])
@@ -59,8 +58,7 @@ class InsertReduces(Pass):
                 present = phase.call(ops.wait, (pending, "presence"), flat=None, by=self.name, name="present")
         start = 0
         for ready, flat, grads in order:
-            after = ready if ready.op != "placeholder" else body.prev
-            with graph.inserting_after(after):
+            with graph.inserting_after(ready if ready.op != "placeholder" else body.prev):
                 buffer = phase.call(
                     ops.flatten_grads,
                     (grads, flat.name, flat.offsets, flat.padded_numel),
@@ -92,7 +90,7 @@ class InsertReduces(Pass):
                 arguments = (value, flat.name) if present is None else (value, flat.name, present, start)
                 phase.call(ops.accumulate_grad, arguments, flat=flat, by=self.name, num_bytes=shard_bytes)
             start += len(grads)
-            remarks.passed(flat.name, f"reduced after {ready.name}")
+            remarks.passed(flat.name, f"reduced after {describe(ready)}")
         parameters = {id(g) for g in gradients.values()}
         output.args = (
             tuple(
@@ -100,8 +98,3 @@ class InsertReduces(Pass):
                 for position, value in enumerate(phase.results)
             ),
         )
-
-
-def _ready(gradient: fx.Node, body: fx.Node) -> fx.Node:
-    """The node after which the gradient exists; a placeholder exists from the start."""
-    return gradient if gradient.op != "placeholder" else body.prev

@@ -74,9 +74,7 @@ def _aligned(num_bytes: int) -> int:
 
 def reduce_bytes(schedule: Schedule, flat: FlatParameter) -> tuple[int, int]:
     """Bytes of a ReduceScatter's output (held * S,) and of its staging: the chunks of the other ranks."""
-    output = (
-        schedule.held_shards * flat.shard_numel * (flat.reduce_dtype if schedule.replicas > 1 else flat.dtype).itemsize
-    )
+    output = schedule.held_shards * flat.shard_numel * schedule.reduced_dtype(flat).itemsize
     staging = (flat.F - 1) * flat.shard_numel * flat.reduce_dtype.itemsize if schedule.direct_exchange else 0
     return _aligned(output), _aligned(staging)
 

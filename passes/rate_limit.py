@@ -16,6 +16,7 @@ A limit below what the graph needs at once (an operator that reads two units) is
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,19 +42,15 @@ class RateLimit(Pass):
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         for phase in schedule.phases:
             self._limit_gathers(schedule, phase, remarks)
-            if self.limit is not None:
+            if self.limit is not None or self.limit_bytes is not None:
                 self._throttle(schedule, phase)
+            if self.limit is not None:
                 self._limit_gradients(phase, remarks)
-        schedule.rate_limit = self.limit
+        schedule.rate_limit, schedule.rate_limit_bytes = self.limit, self.limit_bytes
 
     def _limit_gathers(self, schedule: Schedule, phase: Phase, remarks: Remarks) -> None:
         alive: dict[str, int] = {}
         held_back: deque[fx.Node] = deque()
-
-        def fits(gather: fx.Node) -> bool:
-            count = self.limit is None or len(alive) < self.limit
-            size = self.limit_bytes is None or sum(alive.values()) + info(gather).num_bytes <= self.limit_bytes
-            return count and size
 
         def issue(gather: fx.Node) -> None:
             alive[info(gather).flat or ""] = info(gather).num_bytes
@@ -61,14 +58,14 @@ class RateLimit(Pass):
         for node in list(phase.graph.nodes):
             kind, flat = info(node).kind, info(node).flat or ""
             if kind == "all_gather" and schedule.counts(flat):
-                if not held_back and fits(node):
+                if not held_back and self._fits(alive, (), node):
                     issue(node)
                 else:
                     held_back.append(node)
             elif kind == "wait" and node.args[0] in held_back:
                 while node.args[0] in held_back:
                     gather = held_back.popleft()
-                    if not fits(gather):
+                    if not self._fits(alive, (), gather):
                         self._refuse(schedule, phase, alive, gather)
                     phase.move_before(gather, node, self.name)
                     issue(gather)
@@ -76,7 +73,7 @@ class RateLimit(Pass):
             elif kind == "free" and flat in alive:
                 del alive[flat]
                 after = node
-                while held_back and fits(held_back[0]):
+                while held_back and self._fits(alive, (), held_back[0]):
                     gather = held_back.popleft()
                     phase.move_before(gather, after.next, self.name)
                     issue(gather)
@@ -102,27 +99,33 @@ class RateLimit(Pass):
         )
 
     def _throttle(self, schedule: Schedule, phase: Phase) -> None:
-        """AG number k waits for free number k - limit: the stream obeys the bound, not only the issue order."""
-        assert self.limit is not None
-        gathers, frees, gathered = 0, [], {f for g in phase.all_gathers if schedule.counts(f := info(g).flat or "")}
+        """Each AG waits for the first FREE after which it fits: the stream obeys the bound, not only the issue order."""
+        issued: dict[str, int] = {}
+        frees: list[fx.Node] = []
         for node in list(phase.graph.nodes):
-            found = info(node)
-            if found.kind == "free" and found.flat in gathered:
+            kind, flat = info(node).kind, info(node).flat or ""
+            if kind == "free" and flat in issued:
                 frees.append(node)
-            elif found.kind == "all_gather" and found.flat in gathered:
-                needed = gathers - (self.limit - 1)
-                if needed > 0 and found.flat is not None:
-                    with phase.graph.inserting_before(node):
-                        phase.call(
-                            ops.throttle, (frees[needed - 1], found.flat), flat=schedule.flats[found.flat], by=self.name
-                        )
-                gathers += 1
-            elif (
-                found.kind == "all_gather" and found.flat is not None and found.flat not in schedule.resident and frees
-            ):
+            elif kind == "all_gather" and schedule.counts(flat):
+                freed = next(k for k in range(len(frees) + 1) if self._fits(issued, frees[:k], node))
+                issued[flat] = info(node).num_bytes
+                if freed:
+                    self._throttle_one(schedule, phase, node, frees[freed - 1])
+            elif kind == "all_gather" and flat not in schedule.resident and frees:
                 # Not counted, and still not to run further ahead than the issue order says.
-                with phase.graph.inserting_before(node):
-                    phase.call(ops.throttle, (frees[-1], found.flat), flat=schedule.flats[found.flat], by=self.name)
+                self._throttle_one(schedule, phase, node, frees[-1])
+
+    def _throttle_one(self, schedule: Schedule, phase: Phase, gather: fx.Node, free: fx.Node) -> None:
+        flat = schedule.flats[info(gather).flat or ""]
+        with phase.graph.inserting_before(gather):
+            phase.call(ops.throttle, (free, flat.name), flat=flat, by=self.name)
+
+    def _fits(self, issued: dict[str, int], frees: Sequence[fx.Node], gather: fx.Node) -> bool:
+        """Whether one more gathered buffer is within both bounds, `issued` minus `frees` being there already."""
+        gone = {info(free).flat for free in frees}
+        alive = [size for flat, size in issued.items() if flat not in gone]
+        count = self.limit is None or len(alive) < self.limit
+        return count and (self.limit_bytes is None or sum(alive) + info(gather).num_bytes <= self.limit_bytes)
 
     def _limit_gradients(self, phase: Phase, remarks: Remarks) -> None:
         """Before gradient buffer k is filled, the reduce of buffer k - limit has ended and reached `.grad`."""

@@ -158,9 +158,6 @@ class GlooWorld(DistributedWorld):
         assert staging is not None
         return self.replica_exchange.bind_all_reduce(value, staging, self.helper)
 
-    def close(self) -> None:
-        self.helper.shutdown(wait=False)
-
 
 class NcclWorld(DistributedWorld):
     """CUDA ranks over NCCL. The wire dtype is the sum's dtype too: NCCL adds in what it sends."""
@@ -175,12 +172,13 @@ class NcclWorld(DistributedWorld):
         return issue
 
     def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
-        part = out if out.dtype == buffer.dtype else None
+        # Where the sum is not in the dtype of `out` it goes to this rank's chunk of the buffer first, as NCCL allows.
+        same = out.dtype == buffer.dtype
+        target = out if same else self.my_part(flat, buffer)
 
         def issue(previous: Any) -> Pending:
-            target = part if part is not None else torch.empty(out.shape, dtype=buffer.dtype, device=out.device)
             dist.reduce_scatter_tensor(target, buffer, group=self.shard_group)
-            if target is not out:
+            if not same:
                 out.copy_(target)
             return DONE
 

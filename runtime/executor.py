@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard.ir import Phase, Schedule, Slot
+from fxshard.ir import Phase, Schedule, Slot, ops
 from fxshard.ir.schedule import info
 from fxshard.ir.specialise import specialise
 from fxshard.parameter import Generation
@@ -53,6 +53,8 @@ class Executor:
         self.programs: list[Program] = []
         self.running: str | None = None
         self.skipped: frozenset[str] = frozenset()
+        self.ended: Any = None
+        """The event at the end of the last phase."""
         self.broken: str | None = None
         """Why no step may be taken any more: an exception in a phase leaves collectives half done."""
         self.events: list[tuple[str, str, str]] | None = None
@@ -73,6 +75,7 @@ class Executor:
     def reserve(self, num_bytes: int) -> None:
         """Make the arena at least this large; programs lowered before are bound anew to a larger one."""
         if num_bytes > self.arena.numel():
+            self.streams.synchronize()  # a phase on another stream may still work in the old one
             self.arena = self._memory(num_bytes)
             for p in self.programs:
                 p.unbind()
@@ -131,8 +134,7 @@ class Program:
         backward = self.schedule.backward
         if backward is None:
             raise ValueError("this schedule has no backward: it was captured under no_grad or inference_mode")
-        tangents = sum(n.name.startswith("tangents") for n in backward.graph.find_nodes(op="placeholder"))
-        return self._backward_code(given or (True,) * tangents).source
+        return self._backward_code(given or (True,) * len(backward.nodes("tangent"))).source
 
     def _forward_code(self) -> Lowered:
         if self._forward is None:
@@ -194,11 +196,16 @@ class Program:
         executor.running = name
         try:
             streams = executor.streams
+            # The caller's stream may be another one than last time; the buffers are the same.
+            streams.wait("compute", executor.ended)
             start = streams.record("compute")
             for queue in QUEUES[1:]:
                 streams.wait(queue, start)
-            return code.function(arguments)
+            results = code.function(arguments)
+            executor.ended = streams.record("compute")
+            return results
         except BaseException as error:
+            streams.synchronize()  # collectives under way still write to buffers of the next phase
             if executor.world.W > 1 and executor.world.kind != "virtual":
                 executor.broken = f"{name} was interrupted by {type(error).__name__}: {error}"
             raise
@@ -214,7 +221,6 @@ class _Binder:
         self.streams, self.world = executor.streams, executor.world
         self.events: dict[str, Any] = {}
         self.buffers: dict[fx.Node, Tensor] = {}
-        self.reduced: dict[str, Tensor] = {}
         slots = (n.meta["slot"] for n in phase.graph.nodes if "slot" in n.meta)
         self.ends = {name for slot in slots for name in slot.after}
         self.ends |= {n.args[0].name for n in phase.nodes("throttle")}  # type: ignore[union-attr]
@@ -223,7 +229,7 @@ class _Binder:
         bound: dict[fx.Node, Any] = {}
         for node in self.phase.graph.nodes:
             kind = info(node).kind
-            if kind in ("compute", "argument", "parameter"):
+            if kind in ops.MODEL_KINDS:
                 continue
             if node.op == "placeholder":
                 self.buffers[node] = self._external(node)
@@ -275,7 +281,7 @@ class _Binder:
             return function
 
         def watched(*arguments: Any) -> Any:
-            if executor.debug and found.kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            if executor.debug and found.kind in ops.COLLECTIVES:
                 time.sleep(executor.random.random() * 0.002)
             if executor.events is not None:
                 executor.events.append((phase, found.kind, found.flat or ""))
@@ -409,7 +415,7 @@ class _Binder:
         flat = storage.flat
         source: Any = node.args[0]
         held = self.world.held_numel(flat)
-        dtype = flat.reduce_dtype if self.schedule.replicas > 1 else flat.dtype
+        dtype = self.schedule.reduced_dtype(flat)
         out, staging = self._out_and_staging(node, dtype, held, (flat.F - 1) * flat.shard_numel, flat.reduce_dtype)
         self.buffers[node] = out
         issue = self.world.bind_reduce_scatter(flat, self.buffers[source], out, staging)

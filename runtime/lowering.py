@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxshard.capture.torch_private import OpOverload
-from fxshard.ir import Phase
+from fxshard.ir import Phase, ops
 from fxshard.ir.schedule import describe, flatten_nodes, identifier, info
 
 _COUNT = 0
@@ -34,10 +35,7 @@ class Lowered:
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         exec(compile(source, filename, "exec"), names)
         self.function: Callable[[list[Any]], Any] = names[title]
-        self._filename = filename
-
-    def forget(self) -> None:
-        linecache.cache.pop(self._filename, None)
+        weakref.finalize(self, linecache.cache.pop, filename, None)
 
 
 def lower(phase: Phase, root: nn.Module, bound: Mapping[fx.Node, Any]) -> Lowered:
@@ -123,7 +121,7 @@ def _is_variable(node: fx.Node) -> bool:
     found = info(node)
     if found.kind == "wait":
         return found.queue == "replicate" or found.flat is None
-    return found.kind in ("compute", "argument", "parameter", "all_gather", "reduce_scatter", "all_reduce", "presence")
+    return found.kind in (*ops.MODEL_KINDS, *ops.COLLECTIVES, "presence")
 
 
 def _communication(node: fx.Node, key: str, text: Callable[[Any], str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fxshard.capture.torch_private import use_counts
+from fxshard.capture.torch_private import storage_uses, tensor_uses
 from fxshard.ir import FlatParameter
 from fxshard.parameter import Binding, Generation, ShardedParameter
 from fxshard.runtime.world import World
@@ -107,7 +107,15 @@ class FlatStorage:
 
     def _kept_are_free(self) -> bool:
         assert self._gradient is not None
-        if use_counts(self._gradient) != len(self._wrappers) + 2:  # the buffer, its views, and the asking itself
+        if storage_uses(self._gradient) != len(self._wrappers) + 2:  # the buffer, its views, and the asking itself
             return False
-        # Held by the list, the loop variable and the call: anything more is somebody else's reference.
-        return all(sys.getrefcount(w) == 3 and w._use_count() == 1 for w in self._wrappers)  # type: ignore[attr-defined]
+        return _references(self._wrappers) <= _UNSHARED and all(tensor_uses(w) == 1 for w in self._wrappers)
+
+
+def _references(items: Sequence[object]) -> int:
+    """The most references any item has, those of the list and of the asking included."""
+    return max((sys.getrefcount(item) for item in items), default=0)
+
+
+_UNSHARED = _references([object()])
+"""What `_references` says of items that only their list holds; it differs between Python versions."""

@@ -2,7 +2,7 @@
 them.
 
 Queues are `compute` (the caller's stream), `unshard`, `reduce` and `replicate`. A node is issued on its queue; `record`
-marks a point of a queue, `wait` makes a queue wait for such a point. The host never waits.
+marks a point of a queue, `wait` makes a queue wait for such a point. On CUDA the host never waits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class Streams:
     def wait(self, queue: str, event: Any) -> None:
         return None
 
+    def synchronize(self) -> None:
+        """Wait on the host until all queues are empty: when memory moves, never in a step."""
+
     def touch(self, queue: str, buffer: str, write: bool) -> None:
         """Note that work on `queue` reads or writes a buffer; only the recorder keeps it."""
 
@@ -38,10 +41,11 @@ class Streams:
 class CudaStreams(Streams):
     """One CUDA stream a queue; the compute queue is whatever stream is current.
 
-    What may overlap: each queue with every other. Who records: the end of a gather, a cast, a flatten, a reduce and a
-    free. Who waits: `compute` at a WAIT; `unshard` at a throttle, at the reuse of a slot and once a phase for the
-    optimizer's writes to the shards; `reduce` for the flatten; `replicate` for the reduce. Memory: all buffers are the
-    arena's and outlive the step, so no stream needs to be recorded on a tensor.
+    What may overlap: each queue with every other. Who records: the end of a gather, a flatten, a reduce and a phase, and
+    whatever a throttle or the reuse of a slot waits for. Who waits: `compute` at a WAIT and for the phase before;
+    `unshard` at a throttle; `reduce` for the flatten; `replicate` for the reduce; the queue of a node for the end of its
+    slot's last use; all for the start of the phase (the optimizer wrote the shards on `compute`). Memory: all buffers
+    are the arena's and outlive the step, so no stream needs to be recorded on a tensor.
     """
 
     def __init__(self, device: torch.device):
@@ -62,6 +66,9 @@ class CudaStreams(Streams):
     def wait(self, queue: str, event: Any) -> None:
         if event is not None:
             self._stream(queue).wait_event(event)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
 
 
 @dataclass

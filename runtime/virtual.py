@@ -37,7 +37,10 @@ class VirtualWorld(World):
         self.data_ranks, self.held, self.shard_rank = contributors, F, 0
         self.device = torch.device(device)
         self.contributor = 0
-        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        self._parts: dict[str, list[Tensor]] = {}
+        self._scattered: dict[str, list[Tensor]] = {}
+        """Each replica's reduced shard, from the reduce queue to the replicate queue: kept, since memory that one stream
+        frees while another reads it would be given away."""
         self._flags: list[Sequence[bool]] = []
         self._module: Callable[[], nn.Module | None] = lambda: None
         self._buffers: list[dict[str, Tensor]] = []
@@ -73,16 +76,16 @@ class VirtualWorld(World):
     def completes(self) -> bool:
         return self.contributor == self.data_ranks - 1
 
-    def _contribute(self, key: tuple[str, str], part: Tensor) -> list[Tensor] | None:
+    def _contribute(self, flat: str, part: Tensor) -> list[Tensor] | None:
         """Collect one rank's part; all of them once the last has come."""
-        parts = self._parts.setdefault(key, [])
+        parts = self._parts.setdefault(flat, [])
         if len(parts) != self.contributor:
             raise RuntimeError(
-                f"rank {self.contributor} reduces '{key[0]}' after {len(parts)} other ranks did in this step; "
+                f"rank {self.contributor} reduces '{flat}' after {len(parts)} other ranks did in this step; "
                 "every contributor runs backward once a step, in rank order"
             )
         parts.append(part.clone())
-        return self._parts.pop(key) if self.completes() else None
+        return self._parts.pop(flat) if self.completes() else None
 
     def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
         pairs = list(zip(full.split(flat.shard_numel), shard.split(flat.shard_numel))) if shard.numel() else []
@@ -99,16 +102,16 @@ class VirtualWorld(World):
             if self.data_ranks == 1:
                 chunk_sum([buffer], out)
                 return DONE
-            parts = self._contribute((flat.name, "scatter"), buffer)
+            parts = self._contribute(flat.name, buffer)
             if parts is not None:
                 if self.replicas == 1:
                     chunk_sum(parts, out)
                 else:
-                    self._parts[flat.name, "replicas"] = scattered = []
-                    for group in range(self.replicas):
-                        result = torch.empty_like(out)
+                    if flat.name not in self._scattered:
+                        self._scattered[flat.name] = [torch.empty_like(out) for _ in range(self.replicas)]
+                    scattered = self._scattered[flat.name]
+                    for group, result in enumerate(scattered):
                         chunk_sum(parts[group * self.F : (group + 1) * self.F], result)
-                        scattered.append(result)
             return DONE
 
         return issue
@@ -117,10 +120,10 @@ class VirtualWorld(World):
         def issue(previous: Any) -> Pending:
             if self.data_ranks == 1:
                 return DONE
-            if self.F > 1:
-                parts = self._parts.pop((flat.name, "replicas"), None)
+            if self.F == 1:
+                parts = self._contribute(flat.name, value)
             else:
-                parts = self._contribute((flat.name, "replicas"), value)
+                parts = self._scattered[flat.name] if self.completes() else None
             if parts is not None:
                 chunk_sum(parts, value)
             return DONE

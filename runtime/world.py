@@ -101,9 +101,6 @@ class World(ABC):
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """Rank 0's tensor to all ranks, in place."""
 
-    def close(self) -> None:  # noqa: B027 - most worlds own nothing
-        """Release threads and groups this world made."""
-
     @abstractmethod
     def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
         """Everybody's text on a topic, by rank, over the control plane; never a collective that some may not enter."""

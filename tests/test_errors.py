@@ -50,7 +50,7 @@ def test_a_model_whose_forward_reads_no_parameter_communicates_nothing():
         def forward(self, x):
             return x * 2
 
-    assert fxshard.trace(Idle(), (torch.ones(2),), F=2).skeleton() == []
+    assert fxshard.trace(Idle(), (torch.ones(2),), F=2, units="none").skeleton() == []
 
 
 def test_a_capture_error_points_at_the_users_line_even_inside_the_standard_library():
@@ -64,6 +64,26 @@ def test_a_capture_error_points_at_the_users_line_even_inside_the_standard_libra
     with pytest.raises(fxshard.CaptureError) as caught:
         fxshard.trace(Sorts(), (batches(1)[0],), F=2)
     assert "test_errors.py" in str(caught.value) and "to do" in str(caught.value)
+
+
+def test_a_value_that_is_new_at_each_call_is_told_by_the_limit():
+    class Scaled(Chain):
+        word = ""
+
+        def forward(self, x):
+            return super().forward(x) * len(self.word)
+
+    model = fxshard.compile(Scaled(), F=2)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for count in range(3):
+            model.word = "a" * count
+            model(batches(1)[0])
+        model.word = "aaa"
+        with pytest.raises(fxshard.CaptureError, match=r"Scaled was captured 3 times and asks for one more") as caught:
+            model(batches(1)[0])
+        assert "recompile_limit" in str(caught.value)
+        model.word = ""
+        assert model(batches(1)[0]).eq(0).all()  # what was captured still runs
 
 
 def test_a_lost_position_is_no_half_sharded_model():

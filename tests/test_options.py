@@ -111,6 +111,8 @@ def test_wrong_factors_in_compile(F, error):
 def test_a_virtual_world_names_its_own_factor():
     with pytest.raises(ValueError, match=r"F=3 differs from the given world's F=2"):
         fxshard.compile(Framed(), F=3, world=fxshard.VirtualWorld(2))
+    with pytest.raises(ValueError, match="world and mesh both say"):
+        fxshard.compile(Framed(), world=fxshard.VirtualWorld(2), mesh=object())
     with pytest.raises(ValueError, match=r"F=3 does not divide the world size W=4"):
         fxshard.VirtualWorld(3, contributors=4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,14 +206,27 @@ def test_a_wrong_number_of_bytes_is_refused(num_bytes):
         ([3], TypeError, "3"),
         (3, TypeError, "BytesOfFirstUse"),
         (None, TypeError, "not understood"),
+        (lambda module: True, TypeError, r"called with \(name, module\): too many positional"),
+        (lambda name, module: name == "haed", ValueError, r"chose none of the \d+ modules"),
+        (nn.Dropout, ValueError, "no parameter belongs to drop alone"),
     ],
     ids=str,
 )
 def test_errors_list_what_there_is(units, error, text):
     model = Framed()
+    model.drop = nn.Dropout(0.0)  # a module without parameters
     with pytest.raises(error, match=text):
         fxshard.compile(model, F=2, units=units)
     assert type(model) is Framed and not fxshard.is_compiled(model)
+
+
+def test_one_unit_for_everything_is_warned_about_unless_asked_for():
+    with pytest.warns(UserWarning, match=r"'auto' found no repeated blocks in Linear") as caught:
+        fxshard.compile(nn.Linear(2, 2), F=2)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxshard.compile(nn.Linear(2, 2), F=2, units="none")
 
 
 def test_a_model_without_parameters():

@@ -20,7 +20,6 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
@@ -199,7 +198,7 @@ class _Run:
         """When each node has ended, by name; one that is not here was there from the start."""
         self.limits: dict[str, float] = {}
         """When the FREE is reached that the next AllGather of a FlatParameter is held to."""
-        steps = [_Step(unit, nodes, slots_per_byte) for unit, nodes in _steps(phase)]
+        steps = [_Step(unit, nodes, slots_per_byte) for unit, nodes in phase.steps()]
         compute = sum(step.slots for step in steps if step.kind == "compute")
         moved = sum(info(step.node).num_bytes for step in steps if step.kind in ops.COLLECTIVES)
         self.per_byte = COMMUNICATION_SHARE * compute / moved if moved else 0.0
@@ -330,32 +329,10 @@ class _Step:
         self.slots = max(SHORTEST, slots_per_byte * work)
 
 
-def _steps(phase: Phase) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Communication nodes one by one, the operators between them as segments named after the unit they read."""
-    unit = ""
-    segment: list[fx.Node] = []
-    for node in phase.graph.nodes:
-        kind = info(node).kind
-        if kind == "compute" and node.op == "call_function":
-            owner = next((info(i).unit for i in node.all_input_nodes if info(i).kind == "param_view"), None)
-            if owner is not None and owner != unit:
-                if segment:
-                    yield unit, segment
-                unit, segment = owner, []
-            segment.append(node)
-        elif kind in ops.LABELS:
-            if segment:
-                yield unit, segment
-            segment = []
-            yield "", [node]
-    if segment:
-        yield unit, segment
-
-
 def _slots_per_byte(schedule: Schedule) -> float:
     """So that the forward of the median unit takes one slot; where nothing is gathered yet, the whole forward."""
     work: dict[str, int] = defaultdict(int)
-    for unit, nodes in _steps(schedule.forward):
+    for unit, nodes in schedule.forward.steps():
         if info(nodes[0]).kind == "compute":
             work[unit] += sum(map(touched_bytes, nodes))
     median = statistics.median([work[unit] for unit in work if unit] or work.values() or [0])

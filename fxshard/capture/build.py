@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxshard.capture import torch_private
 from fxshard.errors import CaptureError
 from fxshard.ir.aliasing import alias_roots, is_random, mutated_inputs
 from fxshard.ir.layout import FlatParameter
-from fxshard.ir.schedule import INFO, NodeInfo, Phase, flatten_nodes, info, tensor_bytes
+from fxshard.ir.schedule import INFO, NodeInfo, Phase, flatten_nodes, info, tensor_bytes, user_line
 
 SMALL_FRACTION = 16
 """A parameter-only value at least this many times smaller than its largest parameter is saved, not recomputed."""
@@ -78,8 +79,6 @@ def refuse_parameter_effects(forward: fx.Graph, num_outputs: int) -> None:
 
 
 def _where(node: fx.Node) -> str:
-    from fxshard.ir.text import user_line
-
     line = user_line(node)
     return f" ({line})" if line else ""
 
@@ -198,10 +197,9 @@ def build_phases(
         if info(node).kind == "parameter":
             _stamp(node, info(node).fqn or "", flat_of)
         else:
-            node.meta[INFO] = NodeInfo("argument")
+            node.meta[INFO] = NodeInfo("tangent" if torch_private.is_tangent(node) else "argument")
     _erase_unused(backward_graph)
     backward = Phase("backward", backward_graph, flats)
-    tangents = [n for n in backward_graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
     gradients = {}
     results = backward.results
     order = [n for n in forward_graph.find_nodes(op="placeholder") if index_of[n] is not None]
@@ -211,7 +209,7 @@ def build_phases(
             positions.add(position)
             if isinstance(gradient, fx.Node):
                 gradients[info(placeholder).fqn or ""] = gradient
-    depends = tangent_dependence(backward_graph, tangents)
+    depends = tangent_dependence(backward_graph, backward.nodes("tangent"))
     reach = {fqn: depends.get(node, frozenset()) for fqn, node in gradients.items()}
     return Captured(forward, backward, gradients, reach, frozenset(positions))
 

@@ -6,8 +6,11 @@ import re
 import sysconfig
 from typing import Any
 
+import torch
+import torch._dynamo
 from torch import nn
 
+from fxshard.capture.torch_private import FailOnRecompileLimitHit
 from fxshard.errors import CaptureError, FxshardError
 
 
@@ -19,6 +22,13 @@ def capture_error(error: BaseException, model: nn.Module | None) -> Exception:
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     name = type(model).__name__ if model is not None else "the model"
+    if isinstance(error, FailOnRecompileLimitHit):
+        limit = torch._dynamo.config.recompile_limit
+        return CaptureError(
+            f"forward of {name} was captured {limit} times and asks for one more: an attribute, a mode, a Python value or a "
+            "rank of its inputs is new at each call. Torch's warning ('last reason') says which.\n"
+            "  to do   keep it the same, pass it as a tensor, or raise torch._dynamo.config.recompile_limit"
+        )
     text = str(error)
     where = _where(error, text)
     reason = _reason(text)

@@ -1,8 +1,11 @@
-"""Every private torch name fxshard uses, in one place. Tried on torch 2.13.0; names that moved are noted at their
-use."""
+"""Every private name of torch's modules that fxshard uses, in one place, tried on torch 2.11 and 2.13.
+
+Not here: `_parameters` and `_buffers` of modules and `_schema` of operators, which much code outside torch reads.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import types
@@ -15,7 +18,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
@@ -23,29 +26,35 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = [
-    "BackendCompilerFailed",
+    "CAPTURE_FAILURES",
+    "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
-    "TorchDynamoException",
     "aot",
     "argument_index",
     "backward_node",
     "default_partition",
     "default_store",
     "detect_fake_mode",
+    "gradient_hooks",
+    "is_tangent",
     "keep_saved_tensors",
     "leaf_name",
     "own_code",
     "plain_fake",
     "pytree",
+    "storage_uses",
     "surviving_outputs",
-    "use_counts",
+    "tensor_uses",
     "while_capturing",
     "will_run",
     "wrapper_subclass",
 ]
 
+
+CAPTURE_FAILURES = (TorchDynamoException, BackendCompilerFailed, FailOnRecompileLimitHit)
+"""What a call of a torch.compiled function raises when it could not be captured."""
 
 _NUMBERS = itertools.count()
 
@@ -82,6 +91,11 @@ def argument_index(placeholder: fx.Node) -> int | None:
     """Which argument of the captured function an AOT forward placeholder is, or None (random state, tokens)."""
     descriptor = placeholder.meta.get("desc")
     return getattr(descriptor, "idx", None)
+
+
+def is_tangent(placeholder: fx.Node) -> bool:
+    """Whether an AOT backward placeholder is the gradient of an output."""
+    return placeholder.name.startswith("tangents")
 
 
 def backward_node(outputs: Sequence[Any]) -> Any:
@@ -138,15 +152,16 @@ def surviving_outputs(node: Any) -> list[int]:
 
 
 def while_capturing() -> AbstractContextManager[Any]:
-    """Dynamo's settings for our captures: calls of loggers in forward are dropped instead of breaking the graph.
+    """Dynamo's settings for our captures: calls of loggers in forward are dropped instead of breaking the graph."""
+    ignored = torch._dynamo.config.ignore_logging_functions | _logger_methods()
+    return torch._dynamo.config.patch(ignore_logging_functions=ignored)
 
-    About 20 us to enter and leave, once a call.
-    """
+
+@functools.cache
+def _logger_methods() -> frozenset[Callable[..., Any]]:
     levels = ("debug", "info", "warning", "error", "exception", "critical", "log")
     names = (*levels, "info_once", "warning_once", "warning_advice")  # the last three are Hugging Face's
-    methods = {getattr(logging.Logger, n) for n in names if hasattr(logging.Logger, n)}
-    ignored = torch._dynamo.config.ignore_logging_functions | methods
-    return torch._dynamo.config.patch(ignore_logging_functions=ignored)
+    return frozenset(getattr(logging.Logger, n) for n in names if hasattr(logging.Logger, n))
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +197,16 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def use_counts(tensor: torch.Tensor) -> int:
-    """How many tensors share the storage of `tensor`, itself included."""
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many hold the storage of `tensor`: itself, its views, and the storage object made to ask."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def tensor_uses(tensor: torch.Tensor) -> int:
+    """How many hold the tensor from C++; 1 while only Python does, however often."""
+    return tensor._use_count()  # type: ignore[attr-defined]
+
+
+def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The parameter's tensor hooks and its post-accumulate-grad hooks, by handle id."""
+    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}

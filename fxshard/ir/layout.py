@@ -127,12 +127,6 @@ class FlatParameter:
             else:
                 yield Piece(index, 0, 0, 0)
 
-    def with_factor(self, F: int) -> FlatParameter:
-        """The same parameters cut for another F. Only the padding differs."""
-        return FlatParameter.build(
-            self.name, self.unit, self.is_root, self.parameters, F, self.param_dtype, self.reduce_dtype
-        )
-
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape and stride covers its memory exactly once (any order of dims)."""

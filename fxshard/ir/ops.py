@@ -95,8 +95,11 @@ KINDS: dict[Callable[..., Any], str] = {
 }
 """Function to kind name."""
 
-NODE_KINDS = (*sorted(KINDS.values()), "argument", "parameter", "shard", "resident", "compute")
-"""Every kind a node may have: communication, placeholders, and the model's own operators."""
+MODEL_KINDS = ("argument", "tangent", "parameter", "compute")
+"""Kinds of the captured model: what a phase is called with (`tangent`: the gradient of an output), and operators."""
+
+NODE_KINDS = (*sorted(KINDS.values()), "shard", "resident", *MODEL_KINDS)
+"""Every kind a node may have; `shard` and `resident` are placeholders for memory the runtime holds."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -29,7 +31,7 @@ INFO = "fxshard"
 class NodeInfo:
     """What a node is to the schedule.
 
-    `kind` is one of `ops.KINDS`, or for placeholders `argument`, `parameter`, `shard`, `resident`, or `compute`.
+    `kind` is one of `ops.NODE_KINDS`.
     """
 
     kind: str
@@ -67,7 +69,7 @@ class Remark:
 class Remarks:
     """Collects what one pass says; the manager hands one to each pass."""
 
-    def __init__(self, by: str, phase: str = ""):
+    def __init__(self, by: str):
         self.by = by
         self.items: list[Remark] = []
 
@@ -194,6 +196,30 @@ class Phase:
         views = self.views(flat)
         return views[0].args[0] if views else None  # type: ignore[return-value]
 
+    def steps(self) -> Iterator[tuple[str, list[fx.Node]]]:
+        """The phase in issue order: communication nodes one by one, the operators between them as segments.
+
+        A segment comes with the unit whose parameters it reads; where it reads none, the unit before goes on.
+        """
+        unit = ""
+        segment: list[fx.Node] = []
+        for node in self.graph.nodes:
+            kind = info(node).kind
+            if kind == "compute" and node.op == "call_function":
+                owner = next((info(i).unit for i in node.all_input_nodes if info(i).kind == "param_view"), None)
+                if owner is not None and owner != unit:
+                    if segment:
+                        yield unit, segment
+                    unit, segment = owner, []
+                segment.append(node)
+            elif kind in ops.LABELS:
+                if segment:
+                    yield unit, segment
+                segment = []
+                yield "", [node]
+        if segment:
+            yield unit, segment
+
     def first_use(self, flat: str) -> fx.Node | None:
         """The first operator of the model that reads a parameter of `flat`, or None."""
         uses = [u for v in self.views(flat) for u in v.users if info(u).kind == "compute"]
@@ -306,15 +332,23 @@ def identifier(text: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in text)
 
 
+def user_line(node: fx.Node) -> str:
+    """`model.py:41` of the user's code that made the node, or ''."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    found = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f"{os.path.basename(found[-1][0])}:{found[-1][1]}" if found else ""
+
+
 def describe(node: fx.Node) -> str:
-    """The node as a user knows it: `AG layers.1`, or the operator's name."""
+    """The node as a user knows it: `AG layers.1`, or the operator and the line it comes from, `mm.default (model.py:41)`."""
     found = info(node)
     if found.kind in ops.LABELS:
         return f"{ops.LABELS[found.kind]} {found.flat or ''}".strip()
     if found.kind == "param_view":
         return f"view of '{found.fqn}'"
     if node.op == "call_function":
-        return f"{getattr(node.target, '__name__', node.target)} ({node.name})"
+        line = user_line(node)
+        return f"{getattr(node.target, '__name__', node.target)}{f' ({line})' if line else ''}"
     return node.name
 
 
@@ -331,6 +365,7 @@ class Schedule:
     W: int
     F: int
     rate_limit: int | None = None
+    rate_limit_bytes: int | None = None
     history: list[PassRecord] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
     memory: MemoryPlan = field(default_factory=MemoryPlan)
@@ -364,6 +399,10 @@ class Schedule:
     def replicas(self) -> int:
         """R = W / F: ranks that hold the same shard."""
         return self.W // self.F
+
+    def reduced_dtype(self, flat: FlatParameter) -> torch.dtype:
+        """What a ReduceScatter's sum is rounded to: the dtype to sum further across replicas in, or that of `.grad`."""
+        return flat.reduce_dtype if self.replicas > 1 else flat.dtype
 
     def counts(self, flat: str) -> bool:
         """Whether the rate limit counts this FlatParameter: residents are not, nor is the root in a forward-only schedule."""

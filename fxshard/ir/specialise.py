@@ -25,7 +25,7 @@ def specialise(phase: Phase, given: Sequence[bool]) -> Phase:
     """A copy of a scheduled backward phase for tangents `given` (one flag each); every communication node is kept."""
     result, mapping = phase.copy()
     graph = result.graph
-    tangents = [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+    tangents = result.nodes("tangent")
     assert len(tangents) == len(given), f"{len(tangents)} tangents, {len(given)} flags"
     absent: set[fx.Node] = {t for t, flag in zip(tangents, given) if not flag}
     depends: set[fx.Node] = set(tangents)

@@ -3,22 +3,12 @@ times."""
 
 from __future__ import annotations
 
-import os
-import re
-
 from torch import fx
 
 from fxshard.ir import ops
 from fxshard.ir.schedule import Phase, Schedule, bytes_text, describe, info
 
 LEVELS = ("units", "communication", "all")
-
-
-def user_line(node: fx.Node) -> str:
-    """`model.py:41` of the user's code that made the node, or ''."""
-    trace = node.stack_trace or ""
-    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    return f"{os.path.basename(found[-1][0])}:{found[-1][1]}" if found else ""
 
 
 def schedule_text(schedule: Schedule, level: str = "communication") -> str:
@@ -52,32 +42,15 @@ def schedule_text(schedule: Schedule, level: str = "communication") -> str:
 
 def phase_lines(phase: Phase, width: int, every: bool = False) -> list[str]:
     """One line a communication node; runs of the model's operators become one line named after the unit they read."""
-    lines = [f"{phase.name}"]
     word = "GRAD" if phase.name == "backward" else "FWD"
-    count, unit = 0, ""
-
-    def flush() -> None:
-        nonlocal count
-        if count:
-            lines.append(f"  {'compute':<9}  {word:<5}  {unit:<{width}}  {count} operators")
-            count = 0
-
-    for node in phase.graph.nodes:
-        found = info(node)
-        if found.kind == "compute" and node.op == "call_function":
-            owner = next((info(i).unit for i in node.all_input_nodes if info(i).kind == "param_view"), None)
-            if owner is not None and owner != unit:
-                flush()
-                unit = owner
-            count += 1
-            if every:
-                what = f"{node.name} = {describe(node)}  {user_line(node)}"
-                lines.append(f"  {'compute':<9}  {'op':<5}  {'':<{width}}  {what}".rstrip())
-                count = 0
-        elif found.kind in ops.LABELS:
-            flush()
-            lines.append(_line(node, width))
-    flush()
+    lines = [phase.name]
+    for unit, nodes in phase.steps():
+        if info(nodes[0]).kind in ops.LABELS:
+            lines.append(_line(nodes[0], width))
+        elif every:
+            lines += [f"  {'compute':<9}  {'op':<5}  {unit:<{width}}  {n.name} = {describe(n)}" for n in nodes]
+        else:
+            lines.append(f"  {'compute':<9}  {word:<5}  {unit:<{width}}  {len(nodes)} operators")
     return lines
 
 

@@ -8,8 +8,7 @@ from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir.aliasing import alias_roots, storage_users
-from fxshard.ir.schedule import Phase, Schedule, describe, info
-from fxshard.ir.text import user_line
+from fxshard.ir.schedule import Phase, Schedule, describe, info, user_line
 
 Problem = tuple[fx.Node, str]
 
@@ -22,7 +21,7 @@ def verify(schedule: Schedule) -> None:
             found = [(rule, node, text) for rule in RULES for node, text in rule(schedule, phase)]
         for rule, node, text in found:
             line = user_line(node)
-            where = f" ({line})" if line else ""
+            where = f" ({line})" if line and line not in describe(node) else ""
             position = list(phase.graph.nodes).index(node)
             problems.append(f"{rule.__name__}: {text}\n  where   {phase.name}, op {position} {describe(node)}{where}")
     if problems:
@@ -142,21 +141,43 @@ def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 
 def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Gathered buffers in flight, residents not counted, never exceed the rate limit."""
+    """Gathered buffers in flight, residents not counted, never exceed the rate limit, in number or in bytes."""
+    if "rate-limited" not in schedule.established:
+        return []
+    problems = []
+    alive: dict[str, int] = {}
+    for node in phase.graph.nodes:
+        kind, flat = info(node).kind, info(node).flat or ""
+        if kind == "all_gather" and schedule.counts(flat):
+            alive[flat] = schedule.flats[flat].full_bytes
+            names, size = ", ".join(map(repr, sorted(alive))), sum(alive.values())
+            if schedule.rate_limit is not None and len(alive) > schedule.rate_limit:
+                text = f"{len(alive)} gathered buffers in flight ({names}), the limit is {schedule.rate_limit}"
+                problems.append((node, text))
+            if schedule.rate_limit_bytes is not None and size > schedule.rate_limit_bytes:
+                text = f"{size} gathered bytes in flight ({names}), the limit is {schedule.rate_limit_bytes}"
+                problems.append((node, text))
+        elif kind == "free":
+            alive.pop(flat, None)
+    return problems
+
+
+def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Gradient buffers filled and not yet handed to `.grad` never exceed the rate limit."""
     if "rate-limited" not in schedule.established or schedule.rate_limit is None:
         return []
     problems = []
-    alive: set[str] = set()
+    waiting: set[str] = set()
     for node in phase.graph.nodes:
-        found = info(node)
-        if found.kind == "all_gather" and schedule.counts(found.flat or ""):
-            alive.add(found.flat or "")
-            if len(alive) > schedule.rate_limit:
-                names = ", ".join(map(repr, sorted(alive)))
-                text = f"{len(alive)} gathered buffers in flight ({names}), the limit is {schedule.rate_limit}"
+        kind, flat = info(node).kind, info(node).flat or ""
+        if kind == "flatten_grads":
+            waiting.add(flat)
+            if len(waiting) > schedule.rate_limit:
+                names = ", ".join(map(repr, sorted(waiting)))
+                text = f"{len(waiting)} gradient buffers wait ({names}), the limit is {schedule.rate_limit}"
                 problems.append((node, text))
-        elif found.kind == "free":
-            alive.discard(found.flat or "")
+        elif kind == "accumulate_grad":
+            waiting.discard(flat)
     return problems
 
 
@@ -222,5 +243,6 @@ RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
     freed_or_resident,
     reduced_exactly_once,
     within_the_limit,
+    gradients_within_the_limit,
     slots_do_not_overlap,
 )

@@ -1,7 +1,6 @@
 """Moving and summing flat buffers: one launch for many tensors on GPUs, a few torch calls on CPUs.
 
     flatten_cast_scale   gradients -> one flat buffer in the reduce dtype, scaled, padding zeroed
-    unflatten_copy       a flat buffer -> separate tensors
     cast_shard           a shard -> the same in another dtype
     chunk_sum            the chunks received from F ranks -> their sum, in rank order
 
@@ -33,7 +32,7 @@ from fxshard.ir.layout import is_dense
 from . import reference
 from .plan import FlattenPlan, segments_of
 
-__all__ = ["FlattenPlan", "cast_shard", "chunk_sum", "flatten_cast_scale", "unflatten_copy"]
+__all__ = ["FlattenPlan", "cast_shard", "chunk_sum", "flatten_cast_scale"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,47 +79,6 @@ def flatten_cast_scale(
     else:
         plan = plan or FlattenPlan(offsets, numels, out.numel(), out.device)
         kernels.flatten_cast_scale(sources, plan, dtypes.pop(), out, scale)
-
-
-@torch.no_grad()
-def unflatten_copy(
-    full: torch.Tensor,
-    offsets: Sequence[int],
-    numels: Sequence[int],
-    shapes: Sequence[Sequence[int]],
-    strides: Sequence[Sequence[int]],
-    outs: Sequence[torch.Tensor],
-    *,
-    plan: FlattenPlan | None = None,
-    use_triton: bool | None = None,
-) -> None:
-    """The memory of each out = full[offset : offset + numel], bit for bit; padding is not read.
-
-    full: (total,) contiguous, of any dtype. outs: one per piece, of full's dtype and device, of the given shapes and
-    strides, dense. Raises ValueError where one is not.
-    """
-    if full.dim() != 1 or not full.is_contiguous():
-        raise ValueError(f"full has shape {tuple(full.shape)}, stride {full.stride()}; expected 1-D and contiguous")
-    _check_layout(offsets, numels, full, plan, shapes=shapes, strides=strides, outs=outs)
-    wrong = []
-    for i, (out, numel, shape, stride) in enumerate(zip(outs, numels, shapes, strides)):
-        got = (tuple(out.shape), out.dtype, out.device)
-        if got != (tuple(shape), full.dtype, full.device):
-            wrong.append(f"out {i} is {got}; expected {(tuple(shape), full.dtype, full.device)}")
-        elif out.numel() != numel:
-            wrong.append(f"out {i} has {out.numel()} elements; expected {numel}")
-        elif not _lies_as(out, stride):
-            wrong.append(f"out {i} has stride {out.stride()}; expected {tuple(stride)}, dense")
-    if wrong:
-        raise ValueError("unflatten_copy: " + "; ".join(wrong))
-    kernels = _kernels(full.device, use_triton)
-    if not any(numels):
-        return
-    if kernels is None:
-        segments = segments_of(tuple(offsets), tuple(numels), full.numel()) if plan is None else plan.segments
-        reference.unflatten_copy(full, segments, outs)
-    else:
-        kernels.unflatten_copy(full, plan or FlattenPlan(offsets, numels, full.numel(), full.device), outs)
 
 
 @torch.no_grad()

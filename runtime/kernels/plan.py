@@ -85,7 +85,7 @@ class FlattenPlan:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.segments = segments_of(self.offsets, self.numels, total)
-        self._addresses: dict[tuple[str, int], tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._addresses: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
         if device.type == "cuda":
             _ = self.segment_table, self.block_table
 
@@ -110,21 +110,18 @@ class FlattenPlan:
         indices = torch.arange(len(self.segments), dtype=torch.int32)
         return torch.repeat_interleave(indices, blocks).to(self.device)
 
-    def address_table(self, pieces: Sequence[torch.Tensor | None], use: str) -> torch.Tensor:
-        """(segments,) int64 on the device: the address of each segment's piece, 0 where there is none.
-
-        `use` names what the addresses are for: a plan that both flattens and unflattens keeps one table for each.
-        """
+    def address_table(self, pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """(segments,) int64 on the device: the address of each segment's piece, 0 where there is none."""
         addresses = []
         for segment in self.segments:
             piece = None if segment.index is None else pieces[segment.index]
             addresses.append(0 if piece is None else piece.data_ptr())
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        known = self._addresses.get((use, stream))
+        known = self._addresses.get(stream)
         if known is not None and known[0] == tuple(addresses):
             return known[1]
         table = upload_addresses(addresses, self.device)
-        self._addresses[use, stream] = (tuple(addresses), table)
+        self._addresses[stream] = (tuple(addresses), table)
         return table
 
     def check(self, offsets: Sequence[int], numels: Sequence[int], flat: torch.Tensor) -> None:

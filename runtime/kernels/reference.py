@@ -47,13 +47,6 @@ def flatten_cast_scale(
             _scale_into(storage_order(piece), scale, target)
 
 
-def unflatten_copy(full: torch.Tensor, segments: Sequence[Segment], outs: Sequence[torch.Tensor]) -> None:
-    """Each dense out's memory = its piece of full (total,)."""
-    for segment in segments:
-        if segment.index is not None:
-            storage_order(outs[segment.index]).copy_(full.narrow(0, segment.start, segment.numel))
-
-
 def cast_shard(src: torch.Tensor, out: torch.Tensor) -> None:
     """out (S,) = src (S,) to the nearest value of out's dtype, ties to even."""
     _round_into(src, out)

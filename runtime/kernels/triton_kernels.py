@@ -41,7 +41,6 @@ _DTYPES = {
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @triton.jit
@@ -94,35 +93,6 @@ def flatten_cast_scale_kernel(
         x = tl.load(source + lanes, mask=lanes < left, other=0.0).to(COMPUTE) * factor
         x = tl.where(lanes < left, x, 0.0)  # padding is zero even if scale is not finite
         tl.store(out + start + begin + lanes, _round(x, OUT), mask=lanes < span - begin)
-
-
-@triton.jit
-def unflatten_copy_kernel(
-    addresses,
-    segment_table,
-    block_table,
-    full,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program copies one block of one piece, bit for bit. full (total * WORDS,), seen as integers."""
-    WORD: tl.constexpr = full.dtype.element_ty
-    WIDE: tl.constexpr = 128 // WORD.primitive_bitwidth
-    segment = tl.load(block_table + tl.program_id(0)).to(tl.int64)
-    address = tl.load(addresses + segment)
-    start = tl.load(segment_table + segment * 4) * WORDS
-    numel = tl.load(segment_table + segment * 4 + 1) * WORDS
-    first_block = tl.load(segment_table + segment * 4 + 3)
-    begin = (tl.program_id(0) - first_block) * (BLOCK * WORDS)
-    left = numel - begin
-    lanes = tl.arange(0, BLOCK * WORDS)
-    if (left >= BLOCK * WORDS) & (address % 16 == 0) & (start % WIDE == 0):  # See [Note: wide accesses]
-        target = tl.multiple_of(address.to(tl.pointer_type(WORD)), 16) + begin
-        tl.store(target + lanes, tl.load(full + start // WIDE * WIDE + begin + lanes))
-    else:
-        target = address.to(tl.pointer_type(WORD)) + begin
-        x = tl.load(full + start + begin + lanes, mask=lanes < left)
-        tl.store(target + lanes, x, mask=lanes < left)
 
 
 @triton.jit
@@ -201,28 +171,13 @@ def flatten_cast_scale(
     compute = torch.float64 if torch.float64 in (dtype, out.dtype) else torch.float32
     with _device_of(out):
         flatten_cast_scale_kernel[(plan.num_blocks,)](
-            plan.address_table(sources, "flatten"),
+            plan.address_table(sources),
             plan.segment_table,
             plan.block_table,
             out,
             float(scale),
             SOURCE=_DTYPES[dtype],
             COMPUTE=_DTYPES[compute],
-            BLOCK=BLOCK_NUMEL,
-            **_OPTIONS,
-        )
-
-
-def unflatten_copy(full: torch.Tensor, plan: FlattenPlan, outs: Sequence[torch.Tensor]) -> None:
-    """As `reference.unflatten_copy`."""
-    word = _WORDS[full.itemsize]
-    with _device_of(full):
-        unflatten_copy_kernel[(plan.num_blocks,)](
-            plan.address_table(outs, "unflatten"),
-            plan.segment_table,
-            plan.block_table,
-            full.view(word),
-            WORDS=full.itemsize // word.itemsize,
             BLOCK=BLOCK_NUMEL,
             **_OPTIONS,
         )

@@ -198,6 +198,19 @@ def a_smaller_limit_than_planned_for(s: Schedule) -> None:
     s.rate_limit = 1
 
 
+def fewer_bytes_than_planned_for(s: Schedule) -> None:
+    s.rate_limit_bytes = 2 * s.flats["layers.1"].full_bytes - 1
+
+
+def a_reduce_waited_for_at_the_end(s: Schedule) -> None:
+    for node in (final_wait(s, "layers.2"), only(s, "backward", "accumulate_grad", "layers.2")):
+        s.backward.output.prepend(node)
+
+
+def fewer_gradient_buffers_than_planned_for(s: Schedule) -> None:
+    s.rate_limit = 1
+
+
 def a_slot_over_a_living_one(s: Schedule) -> None:
     first, second = only(s, "backward", "all_gather", "layers.2"), only(s, "backward", "all_gather", "layers.1")
     second.meta["slot"] = dataclasses.replace(second.meta["slot"], offset=first.meta["slot"].offset)
@@ -258,6 +271,9 @@ MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("within_the_limit", all_gathers_at_the_top, "layers.2", {}),
     ("within_the_limit", a_free_too_late, "layers.2", {}),
     ("within_the_limit", a_smaller_limit_than_planned_for, "layers.1", {}),
+    ("within_the_limit", fewer_bytes_than_planned_for, "layers.1", {}),
+    ("gradients_within_the_limit", a_reduce_waited_for_at_the_end, "layers.2", {}),
+    ("gradients_within_the_limit", fewer_gradient_buffers_than_planned_for, "layers.1", {}),
     ("slots_do_not_overlap", a_slot_over_a_living_one, "layers.1", {}),
     ("slots_do_not_overlap", a_slot_half_over_a_living_one, "layers.1", {}),
     ("slots_do_not_overlap", a_reused_slot_without_its_event, "layers.1", {}),

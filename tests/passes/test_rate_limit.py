@@ -67,6 +67,17 @@ def test_golden_one_at_a_time():
     """)
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_limit_in_bytes_is_the_same_limit(limit):
+    def gathers(schedule, phase):
+        return [line for line in text(schedule, phase).splitlines() if line.split()[1] in ("AG", "LIMIT", "FREE")]
+
+    by_bytes, by_count = after(7, rate_limit=None, rate_limit_bytes=limit * 288), after(7, rate_limit=limit)
+    for phase in ("forward", "backward"):
+        assert gathers(by_bytes, phase) == gathers(by_count, phase)
+    assert any("LIMIT" in line for line in gathers(by_bytes, "forward"))
+
+
 def test_what_is_held_back_is_remarked():
     texts = [(r.unit, r.text) for r in remarks(after(7, rate_limit=1), "rate-limit", "passed")]
     assert ("layers.1", "AG held back to FREE layers.0") in texts

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxshard.runtime.kernels import FlattenPlan, cast_shard, chunk_sum, flatten_cast_scale, reference, unflatten_copy
+from fxshard.runtime.kernels import FlattenPlan, cast_shard, chunk_sum, flatten_cast_scale, reference
 from fxshard.runtime.kernels.plan import BLOCK_NUMEL, segments_of
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -291,7 +291,7 @@ def test_plan_uploads_addresses_only_when_they_change(use_triton: bool) -> None:
     offsets, total = layout(numels)
     plan = FlattenPlan(offsets, numels, total, DEVICE)
     grads: list[torch.Tensor | None] = [random(numel, torch.float32, i) for i, numel in enumerate(numels)]
-    first = plan.address_table(grads, "flatten")
+    first = plan.address_table(grads)
     assert first.tolist() == [grad.data_ptr() for grad in grads if grad is not None]
     for step in range(4):
         if step == 2:
@@ -306,8 +306,7 @@ def test_plan_uploads_addresses_only_when_they_change(use_triton: bool) -> None:
         out = torch.full((total,), NAN, device=DEVICE)
         flatten_cast_scale(grads, offsets, numels, out, 1.0, plan=plan, use_triton=use_triton)
         assert_same_bits(out, expected)
-        assert (plan.address_table(grads, "flatten") is first) == (step < 2)
-    assert plan.address_table(grads, "unflatten") is not plan.address_table(grads, "flatten")
+        assert (plan.address_table(grads) is first) == (step < 2)
 
 
 @pytest.mark.parametrize(("offsets", "numels", "total", "match"), [
@@ -537,62 +536,6 @@ def test_sum_refuses(chunks, error: type[Exception], match: str, use_triton: boo
         chunk_sum(chunks, torch.zeros(4, device=DEVICE), use_triton=use_triton)
 
 
-# unflatten_copy
-
-
-@pytest.mark.parametrize("dtype", [
-    *DTYPES, torch.bool, torch.int8, torch.int32, torch.int64, torch.complex64, torch.complex128
-])  # fmt: skip
-def test_unflatten_copies_bits_of_any_dtype(dtype: torch.dtype, use_triton: bool) -> None:
-    shapes = ((0,), (1,), (3, 5), (2, 3, 5, 4), (4, 6), (), (BLOCK_NUMEL,), (2 * BLOCK_NUMEL + 1,))
-    strides = ((1,), (1,), (5, 1), (60, 1, 12, 3), (1, 4), (), (1,), (1,))
-    numels = tuple(math.prod(shape) for shape in shapes)
-    offsets, total = layout(numels, head=16, tail=20)
-    if dtype == torch.bool:
-        full = (random(total, torch.float32) > 0).to(dtype)
-    else:
-        generator = torch.Generator().manual_seed(0)
-        full = torch.randint(0, 256, (total * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        full = full.to(DEVICE).view(dtype)  # NaNs of many kinds, too
-    outs = [torch.empty_strided(shape, stride, dtype=dtype, device=DEVICE) for shape, stride in zip(shapes, strides)]
-    outs[6] = misaligned(outs[6])
-    unflatten_copy(full, offsets, numels, shapes, strides, outs, use_triton=use_triton)
-    for out, offset, numel, stride in zip(outs, offsets, numels, strides):
-        assert_same_bits(in_storage_order(out, stride), full[offset : offset + numel])
-
-
-def test_unflatten_undoes_flatten_with_one_plan(use_triton: bool) -> None:
-    shapes, strides, numels = ((3, 4), (5,)), ((1, 3), (1,)), (12, 5)
-    offsets, total = layout(numels, head=1, align=1)
-    plan = FlattenPlan(offsets, numels, total, DEVICE)
-    grads = [random(12, torch.float16, 0).view(3, 4), random(5, torch.float16, 1)]
-    full = torch.full((total,), NAN, dtype=torch.float16, device=DEVICE)
-    outs = [torch.empty_strided(s, t, dtype=torch.float16, device=DEVICE) for s, t in zip(shapes, strides)]
-    for _ in range(2):
-        flatten_cast_scale(grads, offsets, numels, full, 1.0, strides=strides, plan=plan, use_triton=use_triton)
-        unflatten_copy(full, offsets, numels, shapes, strides, outs, plan=plan, use_triton=use_triton)
-        for out, grad in zip(outs, grads):
-            assert torch.equal(out, grad)
-            out.zero_()
-
-
-@pytest.mark.parametrize(("outs", "match"), [
-    ([torch.zeros(3, 2)], r"out 0 is \(\(3, 2\)"),
-    ([torch.zeros(2, 3).half()], "out 0 is .*float16"),
-    ([torch.zeros(3, 2).t()], r"out 0 has stride \(1, 2\); expected \(3, 1\)"),
-    ([], "0 outs for 1 pieces"),
-])  # fmt: skip
-def test_unflatten_refuses(outs, match: str, use_triton: bool) -> None:
-    full = torch.zeros(8, device=DEVICE)
-    with pytest.raises(ValueError, match=match):
-        unflatten_copy(full, (0,), (6,), [(2, 3)], [(3, 1)], [o.to(DEVICE) for o in outs], use_triton=use_triton)
-    out = torch.zeros(2, 3, device=DEVICE)
-    with pytest.raises(ValueError, match="out 0 has 6 elements; expected 5"):
-        unflatten_copy(full, (0,), (5,), [(2, 3)], [(3, 1)], [out], use_triton=use_triton)
-    with pytest.raises(ValueError, match="full has shape"):
-        unflatten_copy(torch.zeros(2, 2), (), (), [], [], [], use_triton=use_triton)
-
-
 # Who computes
 
 
@@ -610,15 +553,14 @@ import sys
 import warnings
 sys.modules["triton"] = None
 import torch
-from fxshard.runtime.kernels import cast_shard, chunk_sum, flatten_cast_scale, unflatten_copy
+from fxshard.runtime.kernels import cast_shard, chunk_sum, flatten_cast_scale
 warnings.simplefilter("error")
 for choice in (None, False):
-    out, half, back = torch.empty(8), torch.empty(8).half(), torch.empty(2, 3)
+    out, half = torch.empty(8), torch.empty(8).half()
     flatten_cast_scale([torch.ones(2, 3)], (0,), (6,), out, 0.5, use_triton=choice)
     cast_shard(out, half, use_triton=choice)
     chunk_sum([half, half], out, use_triton=choice)
-    unflatten_copy(out, (0,), (6,), [(2, 3)], [(3, 1)], [back], use_triton=choice)
-    assert back.tolist() == [[1.0] * 3] * 2 and out[6:].tolist() == [0.0, 0.0]
+    assert out.tolist() == [1.0] * 6 + [0.0, 0.0]
 try:
     cast_shard(out, half, use_triton=True)
 except ValueError as error:
@@ -642,13 +584,12 @@ def test_compiled_and_interpreted_kernels_keep_to_their_devices(
 
 
 def test_nothing_is_launched_for_nothing(use_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    operations = (flatten_cast_scale, unflatten_copy, cast_shard, chunk_sum)
+    operations = (flatten_cast_scale, cast_shard, chunk_sum)
     for operation in operations:
         module = "triton_kernels" if use_triton else "reference"
         monkeypatch.setattr(f"fxshard.runtime.kernels.{module}.{operation.__name__}", None)
-    empty, full = torch.zeros(0, device=DEVICE), torch.zeros(8, device=DEVICE)
+    empty = torch.zeros(0, device=DEVICE)
     flatten_cast_scale([empty], (0,), (0,), empty, 1.0, use_triton=use_triton)
-    unflatten_copy(full, (0,), (0,), [(0, 3)], [(3, 1)], [empty.view(0, 3)], use_triton=use_triton)
     cast_shard(empty, empty.half(), use_triton=use_triton)
     chunk_sum([empty, empty], empty, use_triton=use_triton)
 
@@ -672,9 +613,8 @@ def test_alignment_promised_to_the_compiler_is_there(monkeypatch: pytest.MonkeyP
         for offset in (0, 3):
             out = torch.empty(BLOCK_NUMEL + offset, device=DEVICE).half()
             flatten_cast_scale([tensor], (offset,), (BLOCK_NUMEL,), out, 1.0, use_triton=True)
-            unflatten_copy(out, (offset,), (BLOCK_NUMEL,), [(BLOCK_NUMEL,)], [(1,)], [tensor], use_triton=True)
         chunk_sum([values, tensor], out[:BLOCK_NUMEL], use_triton=True)
-    assert len(kept) == 4  # flatten and unflatten of whole aligned blocks, and each of two chunks
+    assert len(kept) == 3  # flatten of a whole aligned block, and each of two chunks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -744,10 +684,6 @@ def compile_for_sm90() -> dict[str, dict[str, object]]:
                 ),
             ):
                 cases[kernel.__name__, source, out, aligned] = (kernel, signature, constants)
-    for word in ("i16", "i64"):
-        for aligned in (True, False):
-            kernel = triton_kernels.unflatten_copy_kernel
-            cases[kernel.__name__, word, word, aligned] = (kernel, {**table, "full": f"*{word}"}, {"WORDS": 1})
 
     report: dict[str, dict[str, object]] = {}
     for (name, source, out, aligned), (kernel, signature, constants) in cases.items():
@@ -790,11 +726,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return json.loads(run_python(__file__, TRITON_CACHE_DIR=str(cache)))
 
 
-ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8, "i16": 2, "i64": 8}
+ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8}
 KERNELS = ("flatten_cast_scale_kernel", "cast_shard_kernel", "chunk_sum_rows_kernel", "chunk_sum_table_kernel")
-COMPILED = [f"{kernel} {types}" for kernel in KERNELS for types in ("bf16 fp32", "fp32 bf16", "fp64 fp64")] + [
-    f"unflatten_copy_kernel {types}" for types in ("i16 i16", "i64 i64")
-]
+COMPILED = [f"{kernel} {types}" for kernel in KERNELS for types in ("bf16 fp32", "fp32 bf16", "fp64 fp64")]
 
 
 @pytest.mark.parametrize("kernel", COMPILED)
@@ -808,10 +742,10 @@ def test_aligned_blocks_are_read_and_written_16_bytes_at_a_time(kernel: str, com
 
 @pytest.mark.parametrize("kernel", COMPILED)
 def test_misaligned_arguments_get_no_wide_access(kernel: str, compiled: dict[str, dict]) -> None:
-    """Addresses from a table are looked at at run time, so flatten still reads, and unflatten writes, both ways."""
+    """Addresses from a table are looked at at run time, so flatten still reads both ways."""
     report = compiled[f"{kernel} misaligned"]
     assert report["wide_loads"] == 0 or kernel.startswith("flatten")
-    assert report["wide_stores"] == 0 or kernel.startswith("unflatten")
+    assert report["wide_stores"] == 0
 
 
 @pytest.mark.parametrize("alignment", ["aligned", "misaligned"])
