@@ -26,7 +26,8 @@ import torch.distributed as dist
 import fxshard
 from benchmarks.machine import describe
 from examples.models import GPT, GPTConfig
-from fxshard.runtime import VirtualWorld
+from fxshard.ir import FlatParameter, ParameterSpec
+from fxshard.runtime import GlooWorld, NcclWorld, VirtualWorld
 from fxshard.runtime.kernels import cast_shard, chunk_sum, flatten_cast_scale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,6 +138,41 @@ def one_rank_world() -> dict[str, Any]:
     return {"backend": backend, "difference_from_eager": difference}
 
 
+def collectives() -> dict[str, Any]:
+    """Each collective of the world, bound and issued as the executor does it, over a group of one rank.
+
+    Among one rank a gather copies and a sum changes nothing, so this shows that NCCL takes our buffers, dtypes, groups
+    and the reduce into the buffer itself, not that ranks talk to each other.
+    """
+    on_gpu = DEVICE.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = NcclWorld(1, DEVICE) if on_gpu else GlooWorld(1)
+        done = 0
+        for wire in (torch.float32, torch.bfloat16, torch.float16):
+            spec = ParameterSpec("weight", (1000,), (1,), torch.float32, True)
+            flat = FlatParameter.build("unit", "unit", False, (spec,), 1, wire, wire)
+            value = torch.randn(flat.padded_numel, device=DEVICE)
+            staging = torch.empty(0, dtype=wire, device=DEVICE)
+            sent, gathered = value.to(wire), torch.zeros_like(value, dtype=wire)
+            world.bind_all_gather(flat, sent, gathered)(None).wait()
+            check(torch.equal(gathered, sent), f"all_gather of {wire}")
+            for dtype in (wire, torch.float32):
+                buffer, out = value.to(wire), torch.zeros_like(value, dtype=dtype)
+                world.bind_reduce_scatter(flat, buffer, out, staging)(None).wait()
+                check(torch.equal(out, sent.to(dtype)), f"reduce_scatter of {wire} into {dtype}")
+            world.bind_all_reduce(flat, gathered, staging)(None).wait()
+            check(torch.equal(gathered, sent), f"all_reduce of {wire}")
+            done += 4
+        flags = [True, False, True]
+        check(world.presence(flags)() == flags, "presence")
+        check(torch.equal(world.gather_flat(flat, sent), sent), "gather_flat")
+        check(torch.equal(world.reduce_small(value, "max"), value), "reduce_small")
+    finally:
+        dist.destroy_process_group()
+    return {"world": world.kind, "checked": done + 3}
+
+
 def kernels() -> dict[str, Any]:
     """Triton kernels against torch: exact in fp32 and fp16, exact in bf16 on a GPU (the interpreter truncates there)."""
     use = True if DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" else None
@@ -243,7 +279,17 @@ def memory() -> dict[str, Any]:
     return {"arena_bytes": planned.arena_bytes, "resident_bytes": held}
 
 
-PARTS = (kernels, virtual_parity, mixed_precision, contributors, one_rank_world, memory, overlap, step_time)
+PARTS = (
+    kernels,
+    virtual_parity,
+    mixed_precision,
+    contributors,
+    one_rank_world,
+    collectives,
+    memory,
+    overlap,
+    step_time,
+)
 
 
 def main() -> int:
@@ -257,7 +303,7 @@ def main() -> int:
     parts: dict[str, Any] = {}
     for part in PARTS:
         start = time.perf_counter()
-        torch._dynamo.reset()
+        torch.compiler.reset()
         try:
             outcome: dict[str, Any] = {"status": "passed", **part()}
         except Unavailable as reason:

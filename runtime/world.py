@@ -34,7 +34,7 @@ Issue = Callable[[Any], Pending]
 
 
 class World(ABC):
-    """W ranks; F consecutive ones share a copy of the parameters; `data_ranks` contribute gradients (the divisor)."""
+    """W ranks; each shard group of F holds one copy of the parameters; `data_ranks` bring a batch (the divisor)."""
 
     W: int
     F: int

@@ -1,6 +1,8 @@
 """Calls in unusual orders: forwards and backwards interleaved, losses dropped, evaluation between, parameters changed."""
 
+import copy
 import gc
+import linecache
 import weakref
 
 import pytest
@@ -8,7 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from tests.capture.compare import Chain, Framed, adamw, batches, differences, full, identical, pair, sgd, train_both
+from tests.capture.compare import (
+    Block,
+    Chain,
+    Framed,
+    adamw,
+    batches,
+    differences,
+    full,
+    identical,
+    pair,
+    sgd,
+    train_both,
+)
 
 
 def executor_of(model: nn.Module):
@@ -21,6 +35,17 @@ def test_two_forwards_then_two_backwards():
         first, second = (model(x).square().sum() for x in batches(2))
         first.backward()
         second.backward()
+    assert differences(plain, sharded) == []
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_two_calls_under_way_in_debug_mode(keep):
+    """The first backward frees and fills; the second still finds what it needs."""
+    plain, sharded = pair(Framed, 2, debug=True, keep_root_resident=keep)
+    for model in (plain, sharded):
+        losses = [model(x).square().mean() for x in batches(2)]
+        for loss in losses:
+            loss.backward()
     assert differences(plain, sharded) == []
 
 
@@ -261,6 +286,33 @@ def test_residents_of_two_calls():
     assert differences(plain, sharded) == []
 
 
+def test_a_model_that_is_gone_leaves_nothing():
+    _, sharded = pair(Framed)
+    sharded(batches(1)[0]).sum().backward()
+    with torch.no_grad():
+        sharded(batches(1)[0])
+    state = sharded.__dict__["_fxshard"]
+    storage = state.storages["layers.1"]
+    watched = [weakref.ref(x) for x in (sharded, state, state.executor, state.executor.programs[0], storage)]
+    files = {name for name in linecache.cache if name.startswith("<fxshard")}
+    assert files
+    del sharded, state, storage
+    gc.collect()
+    assert [w() for w in watched] == [None] * len(watched)
+    assert not files & set(linecache.cache)
+
+
+def test_a_backward_outlives_its_model():
+    plain, sharded = pair(Framed)
+    parameters = list(sharded.parameters())
+    losses = [model(batches(1)[0]).square().sum() for model in (plain, sharded)]
+    del sharded
+    gc.collect()
+    for loss in losses:
+        loss.backward()
+    assert all(identical(a.grad, full(b.grad)) for a, b in zip(plain.parameters(), parameters))
+
+
 def test_an_exception_in_forward_leaves_the_model_usable():
     class Fails(Framed):
         def forward(self, x: Tensor) -> Tensor:
@@ -362,3 +414,40 @@ def test_multi_contributor_steps_are_the_mean_over_ranks():
         (plain(x).square().sum() / 4).backward()
     for (name, a), b in zip(plain.named_parameters(), sharded.parameters()):
         torch.testing.assert_close(full(b.grad), a.grad, msg=name)
+
+
+def test_contributors_evaluate_between_steps():
+    """Each rank sees its own buffers, under no_grad too, and an evaluation is no contribution."""
+    world = fxshard.VirtualWorld(2, contributors=2)
+    plain, sharded = pair(
+        lambda: nn.Sequential(*(nn.Sequential(Block(), nn.BatchNorm1d(8)) for _ in range(2))), None, world=world
+    )
+    ranks = [copy.deepcopy(plain) for _ in range(2)]
+    given = batches(2)
+    for r, x in enumerate(given):
+        with world.rank(r):
+            sharded(x).square().sum().backward()
+        ranks[r](x)
+    for r, x in enumerate(given):
+        with world.rank(r), torch.no_grad():
+            assert identical(sharded.eval()(x), ranks[r].eval()(x))
+    assert not identical(ranks[0](given[0]), ranks[1](given[0]))
+
+
+class Adapted(Block):
+    """A frozen layer with a trainable one beside it: two FlatParameters a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.adapter = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.adapter(x)
+
+
+def test_partly_frozen_units_train_and_evaluate_within_the_default_limit():
+    plain, sharded = pair(lambda: nn.Sequential(Adapted(), Adapted(), Adapted()))
+    with torch.no_grad():
+        assert identical(plain(batches(1)[0]), sharded(batches(1)[0]))
+    train_both(plain, sharded, batches(2))

@@ -130,6 +130,16 @@ def test_clip_grad_norm_equals_plain(order, foreach):
         torch.testing.assert_close(full(b.grad), a.grad, rtol=1e-6, atol=0)
 
 
+def test_the_norm_of_half_precision_gradients_whose_squares_overflow():
+    plain, sharded = pair(lambda: Framed().half())
+    for model in (plain, sharded):
+        for p in model.parameters():
+            p.grad = p.detach() * 0 + 300.0  # its square is beyond fp16, the norm of all is not
+    totals = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (plain, sharded)]
+    assert totals[0].isfinite()
+    torch.testing.assert_close(totals[1], totals[0], rtol=2e-3, atol=0)
+
+
 def test_clip_grad_value_equals_plain():
     plain, sharded = sharded_ragged()
     for model in (plain, sharded):
@@ -242,6 +252,8 @@ REFUSED = {
     "cumsum": lambda p: p.cumsum(0),
     "index_put": lambda p: p.__setitem__(0, 1.0),
     "plain += p": lambda p: torch.ones(5, 7).add_(p),
+    "foreach with plain": lambda p: torch._foreach_add_([p], [torch.ones(5, 7)]),
+    "foreach into plain": lambda p: torch._foreach_add_([torch.ones(5, 7)], [p]),
 }
 
 

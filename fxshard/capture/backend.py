@@ -75,14 +75,30 @@ class CaptureBackend:
 
 
 class _Compiled:
-    """One captured signature: its schedule, its program, and the state of the call under way."""
+    """One captured signature: its schedule, its program, and the state of the call under way.
+
+    Dynamo's cache holds this object where the garbage collector does not see it, and model and programs lead to that
+    cache: references to both are weak. A program is held by the model's executor, and by each backward that may come.
+    """
 
     def __init__(self, host: Host, names: Mapping[int, str]):
-        self.host, self.names = host, names
-        self.program: Program | None = None
+        self._host, self.names = weakref.ref(host), names
+        self._program: weakref.ref[Program] | None = None
         self.given: tuple[bool, ...] = ()
         self.leaves: list[tuple[int, str]] | None = None
         """Where among its autograd node's inputs the parameters are."""
+
+    @property
+    def host(self) -> Host:
+        host = self._host()
+        assert host is not None, "the model is gone"
+        return host
+
+    @property
+    def program(self) -> Program:
+        program = None if self._program is None else self._program()
+        assert program is not None, "the model is gone, or was not lowered"
+        return program
 
     # -- compile time
 
@@ -104,11 +120,10 @@ class _Compiled:
                 setattr(self.root, node.target, getattr(backward, node.target))
 
     def _make(self, captured: Captured) -> None:
-        self.program = self.host.program(self.host.schedule(captured), self.root)
+        self._program = weakref.ref(self.host.program(self.host.schedule(captured), self.root))
 
     def forward_compiler(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         def run(arguments: list[Any]) -> Sequence[Any]:
-            assert self.program is not None
             return self.program.forward(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -123,7 +138,6 @@ class _Compiled:
 
     def backward_compiler(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         def run(arguments: list[Any]) -> Sequence[Any]:
-            assert self.program is not None
             return self.program.backward(arguments, self.given)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -133,8 +147,8 @@ class _Compiled:
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            assert self.program is not None
-            state = self.program.begin_call()
+            program = self.program
+            state = program.begin_call()
             outputs = function(*arguments)
             autograd_node = torch_private.backward_node(outputs)
             if autograd_node is not None:
@@ -145,8 +159,7 @@ class _Compiled:
 
                 def before_backward(gradients: tuple[Any, ...]) -> None:
                     self.given = tuple(gradients[i] is not None for i in surviving)
-                    assert self.program is not None
-                    self.program.begin_backward(state, self._skipped(node()))
+                    program.begin_backward(state, self._skipped(node()))
 
                 autograd_node.register_prehook(before_backward)
             return outputs

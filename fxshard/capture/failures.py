@@ -6,11 +6,9 @@ import re
 import sysconfig
 from typing import Any
 
-import torch
-import torch._dynamo
 from torch import nn
 
-from fxshard.capture.torch_private import FailOnRecompileLimitHit
+from fxshard.capture.torch_private import FailOnRecompileLimitHit, recompile_limit
 from fxshard.errors import CaptureError, FxshardError
 
 
@@ -23,10 +21,9 @@ def capture_error(error: BaseException, model: nn.Module | None) -> Exception:
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     name = type(model).__name__ if model is not None else "the model"
     if isinstance(error, FailOnRecompileLimitHit):
-        limit = torch._dynamo.config.recompile_limit
         return CaptureError(
-            f"forward of {name} was captured {limit} times and asks for one more: an attribute, a mode, a Python value or a "
-            "rank of its inputs is new at each call. Torch's warning ('last reason') says which.\n"
+            f"forward of {name} was captured {recompile_limit()} times and asks for one more: an attribute, a mode, a Python "
+            "value or the number of dimensions of an input is new at each call. Torch's warning ('last reason') says which.\n"
             "  to do   keep it the same, pass it as a tensor, or raise torch._dynamo.config.recompile_limit"
         )
     text = str(error)

@@ -44,6 +44,7 @@ __all__ = [
     "own_code",
     "plain_fake",
     "pytree",
+    "recompile_limit",
     "storage_uses",
     "surviving_outputs",
     "tensor_uses",
@@ -155,6 +156,11 @@ def while_capturing() -> AbstractContextManager[Any]:
     """Dynamo's settings for our captures: calls of loggers in forward are dropped instead of breaking the graph."""
     ignored = torch._dynamo.config.ignore_logging_functions | _logger_methods()
     return torch._dynamo.config.patch(ignore_logging_functions=ignored)
+
+
+def recompile_limit() -> int:
+    """How many captures of one model Dynamo keeps."""
+    return torch._dynamo.config.recompile_limit
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The node kinds of a schedule: plain functions, each with the meaning it has in a world of one rank.
 
-Executing a node means calling the runtime's implementation; these bodies define what that must equal when one rank
-holds everything (F = 1), and let a phase be run by `torch.fx.Interpreter` for reference. `flat` is always the name of a
-FlatParameter; layouts are looked up in the table that is attached to the graph, see `Schedule.flats`.
+Executing a node means calling the runtime's implementation; these bodies say what that equals for one rank that holds
+everything (F = 1) and brings the only batch. `flat` is always the name of a FlatParameter; its layout and dtypes are in
+`Schedule.flats`.
 
 | kind | queue | meaning |
 |---|---|---|
@@ -11,7 +11,7 @@ FlatParameter; layouts are looked up in the table that is attached to the graph,
 | wait | compute, replicate | the queue waits for a pending result and returns it |
 | param_view | - | zero-copy view of one parameter: offset, shape, stride |
 | free | compute | after the last use: the slot may be reused once this point is reached |
-| flatten_grads | compute | gradients to the flat gradient buffer (padded numel,), cast and divided by W |
+| flatten_grads | compute | gradients to the flat buffer (padded numel,), cast, divided by the ranks with a batch |
 | reduce_scatter | reduce | issue; sum within the shard group, this rank's (S,) |
 | all_reduce | replicate | issue; sum across the replicate group |
 | accumulate_grad | compute | the reduced shard becomes, or is added to, `.grad` |
