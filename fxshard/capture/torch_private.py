@@ -60,6 +60,16 @@ CAPTURE_FAILURES = (TorchDynamoException, BackendCompilerFailed, FailOnRecompile
 _NUMBERS = itertools.count()
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, TypeError) and "'function' and 'function'" in str(error))
+
+
+# torch 2.11 sorts each setting that is a set when it writes its statistics of a capture. It fails at the functions that
+# `while_capturing` puts there, and logs that as an error, with a traceback, once a capture. 2.13 leaves the setting out.
+logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_news)
+
+
 def aot(
     graph_module: fx.GraphModule,
     examples: Sequence[Any],

@@ -163,7 +163,7 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 
 def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Gradient buffers filled and not yet handed to `.grad` never exceed the rate limit."""
+    """Gradient buffers filled, whose reduce has not ended on the compute queue, never exceed the rate limit."""
     if "rate-limited" not in schedule.established or schedule.rate_limit is None:
         return []
     problems = []
@@ -176,9 +176,13 @@ def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem
                 names = ", ".join(map(repr, sorted(waiting)))
                 text = f"{len(waiting)} gradient buffers wait ({names}), the limit is {schedule.rate_limit}"
                 problems.append((node, text))
-        elif kind == "accumulate_grad":
+        elif kind == "accumulate_grad" or (kind == "wait" and info(node).queue == "compute" and _is_reduce(node.args[0])):
             waiting.discard(flat)
     return problems
+
+
+def _is_reduce(node: object) -> bool:
+    return isinstance(node, fx.Node) and info(node).kind in ("reduce_scatter", "all_reduce")
 
 
 def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
