@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-CHECKED := fxshard examples $(if $(wildcard benchmarks/*.py),benchmarks)
+CHECKED := fxshard examples benchmarks
 
-.PHONY: setup demo test test-all lint style types pictures gpu-check clean
+.PHONY: setup demo test test-all lint links style types pictures gpu-check clean
 
 setup: $(READY)
 
@@ -33,19 +33,25 @@ style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Type checkers do not see that passes/ is fxshard.passes, so they get the package as it is installed, as links.
-types: $(READY)
-	@rm -rf build/types && mkdir -p build/types/fxshard
-	@ln -s $(CURDIR)/fxshard/* $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/viz build/types/fxshard
-	@ln -s $(CURDIR)/examples $(CURDIR)/benchmarks build/types
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
+# The package as it is installed, as links: for type checkers, which do not see that passes/ is fxshard.passes, and for a
+# Python into which nothing may be installed.
+links:
+	@rm -rf build/links && mkdir -p build/links/fxshard
+	@ln -s $(CURDIR)/fxshard/* $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/viz build/links/fxshard
+	@ln -s $(CURDIR)/examples $(CURDIR)/benchmarks build/links
+
+types: $(READY) links
+	cd build/links && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
 		$(addprefix -p ,$(CHECKED))
 
 pictures: $(READY)
 	$(BIN)/python -m examples.pictures
 
-gpu-check: $(READY)
-	$(BIN)/python -m benchmarks.gpu_check
+# On a GPU machine PYTHON has torch and nothing is downloaded; a Python without torch gets the checkout's own .venv.
+gpu-check: links
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory setup && python=$(CURDIR)/$(BIN)/python; fi && \
+	cd build/links && $$python -m benchmarks.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info

@@ -176,7 +176,9 @@ def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem
                 names = ", ".join(map(repr, sorted(waiting)))
                 text = f"{len(waiting)} gradient buffers wait ({names}), the limit is {schedule.rate_limit}"
                 problems.append((node, text))
-        elif kind == "accumulate_grad" or (kind == "wait" and info(node).queue == "compute" and _is_reduce(node.args[0])):
+        elif kind == "accumulate_grad" or (
+            kind == "wait" and info(node).queue == "compute" and _is_reduce(node.args[0])
+        ):
             waiting.discard(flat)
     return problems
 
