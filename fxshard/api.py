@@ -21,7 +21,8 @@ from fxshard.capture.build import Captured
 from fxshard.capture.failures import capture_error
 from fxshard.capture.harmless import prepare
 from fxshard.errors import AgreementError, CaptureError
-from fxshard.ir import FlatParameter, Schedule
+from fxshard.ir import FlatParameter, Remark, Schedule
+from fxshard.ir.schedule import bytes_text
 from fxshard.options import InitFunction, Options, check_factor
 from fxshard.parameter import Generation, ShardedParameter
 from fxshard.runtime import Executor, FlatStorage, GlooWorld, NcclWorld, Program, VirtualWorld, World
@@ -83,7 +84,7 @@ class _State:
         self.captured: list[Schedule] = []
         self.traced: Schedule | None = None
         """The schedule traced before sharding, where example inputs were given."""
-        self.programs: list[Program | None] = []
+        self.programs: list[Program] = []
         self.skeletons: set[str] = set()
         self.original_class = type(module)
         self.own_forward: Callable[..., Any] | None = None
@@ -113,14 +114,20 @@ class _State:
             direct_exchange=self.world is not None and self.world.direct_exchange,
             held_shards=1 if self.world is None else self.world.held,
         )  # fmt: skip
+        unit_of = {fqn: flat.unit for flat in self.flats.values() for fqn in flat.fqns}
+        for fqn, num_bytes, line in captured.made_weights:
+            text = f"a weight made from '{fqn}' and data is kept for backward, {bytes_text(num_bytes)} ({line})"
+            schedule.remarks.append(Remark("capture", "missed", unit_of[fqn], text))
+            schedule.memory.saved_weight_bytes += num_bytes
         passes.run(self.pipeline, schedule)
-        self.captured.append(schedule)
         return schedule
 
     def program(self, schedule: Schedule, root: nn.Module) -> Program:
+        if self.executor is not None:
+            self.agree(schedule)
+        self.captured.append(schedule)
         if self.executor is None:
             raise _Traced
-        self.agree(schedule)
         program = self.executor.program(schedule, root)
         self.programs.append(program)
         return program
@@ -138,7 +145,6 @@ class _State:
             if answer.startswith(_FAILED):
                 raise AgreementError(f"rank {rank} could not capture its forward: {answer.removeprefix(_FAILED)}")
         if (other := _first_difference(answers)) is not None:
-            self.captured.remove(schedule)
             raise AgreementError(
                 f"ranks captured different communication: {other}. Every rank must run the same model code"
             )
@@ -184,7 +190,7 @@ class _State:
 
     def latest_program(self) -> Program:
         schedule = self.latest_schedule()
-        program = next((p for p in self.programs if p is not None and p.schedule is schedule), None)
+        program = next((p for p in self.programs if p.schedule is schedule), None)
         if program is None:
             raise RuntimeError("the schedule was traced but the model has not run yet: call it once")
         return program

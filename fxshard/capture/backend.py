@@ -9,6 +9,7 @@ exactly as long as its backward may come: a dropped loss drops the node, the hoo
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -185,7 +186,7 @@ def _copied(captured: Captured) -> Captured:
     assert captured.backward is not None
     backward, mapping = captured.backward.copy()
     gradients = {fqn: mapping[node] for fqn, node in captured.gradients.items()}
-    return Captured(forward, backward, gradients, captured.reach, captured.parameter_outputs)
+    return dataclasses.replace(captured, forward=forward, backward=backward, gradients=gradients)
 
 
 def _skeleton(module: fx.GraphModule) -> fx.GraphModule:

@@ -6,6 +6,7 @@ The partitioner may save anything forward computed. Three rules are put on top o
 (b) A value that depends on parameters and constants alone (`w.t()`, a cast) is computed again in backward from the
     parameter, unless it is small beside it (the norm of a weight norm).
 (c) Buffers are never constants (spectral norm mutates them) and random operators are never run twice.
+(d) A weight made from data, `(w * x.mean()).t()`, cannot be computed again from the parameter: it is saved, and said so.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch import fx
 
 from fxshard.capture import torch_private
 from fxshard.errors import CaptureError
-from fxshard.ir.aliasing import alias_roots, is_random, mutated_inputs
+from fxshard.ir.aliasing import alias_roots, aliased_inputs, is_random, mutated_inputs
 from fxshard.ir.layout import FlatParameter
-from fxshard.ir.schedule import INFO, NodeInfo, Phase, flatten_nodes, info, tensor_bytes, user_line
+from fxshard.ir.schedule import INFO, NodeInfo, Phase, flatten_nodes, hint, info, tensor_bytes, user_line
 
 SMALL_FRACTION = 16
 """A parameter-only value at least this many times smaller than its largest parameter is saved, not recomputed."""
@@ -31,7 +32,8 @@ class Captured:
     """The phases of one call signature before any pass.
 
     In both phases a parameter is a placeholder of kind `parameter`. `gradients` maps each trainable parameter that the
-    outputs reach to its gradient node in backward; `reach` to the indices of the tangents it depends on.
+    outputs reach to its gradient node in backward; `reach` to the indices of the tangents it depends on. `made_weights`
+    are the values of (d) in [Note: saved values]: the parameter's name, bytes, and the user's line.
     """
 
     forward: Phase
@@ -39,6 +41,7 @@ class Captured:
     gradients: dict[str, fx.Node]
     reach: dict[str, frozenset[int]]
     parameter_outputs: frozenset[int]
+    made_weights: list[tuple[str, int, str]]
 
 
 def mark_parameters(
@@ -103,12 +106,34 @@ def _parameter_only(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     return sources
 
 
+def _like_a_weight(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Values of a parameter's shape made from it element by element, transposed or not, with the parameter's name."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if info(node).kind == "parameter":
+            found[node] = info(node).fqn or ""
+        elif aliased_inputs(node) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            sources = [i for i in node.all_input_nodes if i in found and _sizes(i) == _sizes(node)]
+            if sources:
+                found[node] = found[sources[0]]
+    return found
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    """The sizes of a node's value without their order."""
+    value = node.meta.get("val")
+    return sorted(map(hint, value.shape)) if isinstance(value, torch.Tensor) else []
+
+
 def _is_symbol(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def mend_saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
-    """Apply [Note: saved values]: rewrite what forward hands to backward, in place in both graphs."""
+def mend_saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> list[tuple[str, int, str]]:
+    """Apply [Note: saved values]: rewrite what forward hands to backward, in place in both graphs.
+
+    Returns what (d) says is saved.
+    """
     output = next(iter(reversed(forward.nodes)))
     results = list(output.args[0])
     saved = results[num_outputs:]
@@ -172,6 +197,8 @@ def mend_saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -
             min(node.users).prepend(node)
     # AOTAutograd's order: forward hands out tensors then sizes; backward takes sizes then tensors.
     output.args = (tuple(results[:num_outputs] + kept + symbols),)
+    weights = _like_a_weight(forward)
+    return [(weights[v], tensor_bytes(v), user_line(v)) for v in kept if v in weights and not sources.get(v)]
 
 
 def build_phases(
@@ -191,8 +218,8 @@ def build_phases(
     forward = Phase("forward", forward_graph, flats)
     if backward_graph is None:
         forward.name = "inference"
-        return Captured(forward, None, {}, {}, frozenset())
-    mend_saved_values(forward_graph, backward_graph, num_outputs)
+        return Captured(forward, None, {}, {}, frozenset(), [])
+    made_weights = mend_saved_values(forward_graph, backward_graph, num_outputs)
     for node in backward_graph.find_nodes(op="placeholder"):
         if info(node).kind == "parameter":
             _stamp(node, info(node).fqn or "", flat_of)
@@ -211,7 +238,7 @@ def build_phases(
                 gradients[info(placeholder).fqn or ""] = gradient
     depends = tangent_dependence(backward_graph, backward.nodes("tangent"))
     reach = {fqn: depends.get(node, frozenset()) for fqn, node in gradients.items()}
-    return Captured(forward, backward, gradients, reach, frozenset(positions))
+    return Captured(forward, backward, gradients, reach, frozenset(positions), made_weights)
 
 
 def _stamp(node: fx.Node, fqn: str, flat_of: Mapping[str, FlatParameter]) -> None:

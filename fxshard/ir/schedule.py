@@ -102,6 +102,8 @@ class MemoryPlan:
     """Most bytes of gathered parameters alive at once, residents included."""
     peak_gradient_bytes: int = 0
     """Most bytes of unsharded gradients and reduce staging alive at once."""
+    saved_weight_bytes: int = 0
+    """What forward keeps for backward because it is made from a parameter and data together; outside the arena."""
 
 
 def info(node: fx.Node) -> NodeInfo:

@@ -229,6 +229,29 @@ def test_checkpointing_recomputes():
     assert saved(AroundUnits) < saved(Chain)
 
 
+class MadeWeight(Block):
+    """Its weight hangs on the data, so backward cannot make it again from the parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.linear.weight * x.mean()).t() + self.linear.bias
+
+
+def test_a_weight_made_from_data_is_saved_and_remarked():
+    model = check(lambda: nn.Sequential(MadeWeight(), MadeWeight()))
+    schedule = model.schedule
+    found = [r for r in schedule.remarks if r.by == "capture"]
+    assert [(r.kind, r.unit) for r in found] == [("missed", "1")]  # the first one's input needs no gradient
+    assert re.fullmatch(
+        r"a weight made from '1.linear.weight' and data is kept for backward, 256 B \(test_cases.py:\d+\)",
+        found[0].text,
+    )
+    assert schedule.memory.saved_weight_bytes == 8 * 8 * 4
+
+
+def test_ordinary_layers_keep_no_weight():
+    assert fxshard.trace(Framed(), (batches(1)[0],), F=2).memory.saved_weight_bytes == 0
+
+
 # -- buffers
 
 
