@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +25,20 @@ from fxshard.ir import FlatParameter, Remark, Schedule
 from fxshard.ir.schedule import bytes_text
 from fxshard.options import InitFunction, Options, check_factor
 from fxshard.parameter import Generation, ShardedParameter
-from fxshard.runtime import Executor, FlatStorage, GlooWorld, NcclWorld, Program, VirtualWorld, World
+from fxshard.runtime import (
+    ControlPlane,
+    Executor,
+    FlatStorage,
+    GlooWorld,
+    NcclWorld,
+    Program,
+    VirtualWorld,
+    World,
+)
+from fxshard.sharding import become, shard
 from fxshard.units import BytesOfFirstUse, Unit, flat_parameters, partition, units_by_bytes
 
 _STATE = "_fxshard"
-_FAILED = "FAILED "
 
 
 class ShardedModule:
@@ -69,16 +78,24 @@ def _state(module: Any) -> _State:
     return module.__dict__[_STATE]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a schedule is to run: what of a world shapes the schedule, and the other ranks if there are any."""
+
+    W: int
+    F: int
+    direct_exchange: bool = False
+    held_shards: int = 1
+    ranks: ControlPlane | None = None
+
+
 class _State:
     """What compile made for one module."""
 
-    def __init__(
-        self, module: nn.Module, flats: dict[str, FlatParameter], world: World | None, W: int, F: int, options: Options
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, flats: dict[str, FlatParameter], place: _Place, options: Options):
         self._module = weakref.ref(module)
-        self.flats, self.world, self.W, self.F, self.options = flats, world, W, F, options
+        self.flats, self.place, self.options = flats, place, options
         self.pipeline = passes.pipeline(options)
-        self.generation = Generation()
         self.storages: dict[str, FlatStorage] = {}
         self.executor: Executor | None = None
         self.captured: list[Schedule] = []
@@ -92,7 +109,7 @@ class _State:
         self.run: Callable[..., Any]
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.plain = False
-        self.announced = False
+        self.agreed = False
         """Whether this rank has told the others how its first capture went."""
 
     @property
@@ -107,12 +124,12 @@ class _State:
         """Run the passes on what was captured. All ranks of a world then agree on its communication skeleton."""
         reached = {frozenset(tangents) for tangents in captured.reach.values()}
         schedule = Schedule(
-            self.flats, captured.forward, captured.backward, self.W, self.F,
+            self.flats, captured.forward, captured.backward, self.place.W, self.place.F,
             gradients=captured.gradients,
             parameter_outputs=captured.parameter_outputs,
             needs_presence=len(reached) > 1,
-            direct_exchange=self.world is not None and self.world.direct_exchange,
-            held_shards=1 if self.world is None else self.world.held,
+            direct_exchange=self.place.direct_exchange,
+            held_shards=self.place.held_shards,
         )  # fmt: skip
         unit_of = {fqn: flat.unit for flat in self.flats.values() for fqn in flat.fqns}
         for fqn, num_bytes, line in captured.made_weights:
@@ -134,39 +151,32 @@ class _State:
 
     def agree(self, schedule: Schedule) -> None:
         """Compare a new communication skeleton with the other ranks'; one already agreed on needs nobody."""
-        lines = schedule.skeleton()
-        text = "\n".join(lines)
-        assert self.world is not None
-        if text in self.skeletons:
-            return
-        self.announced = True
-        answers = self.world.exchange("skeleton", text, self.options.timeout_s)
-        for rank, answer in enumerate(answers):
-            if answer.startswith(_FAILED):
-                raise AgreementError(f"rank {rank} could not capture its forward: {answer.removeprefix(_FAILED)}")
-        if (other := _first_difference(answers)) is not None:
-            raise AgreementError(
-                f"ranks captured different communication: {other}. Every rank must run the same model code"
-            )
-        self.skeletons.add(text)
+        text = "\n".join(schedule.skeleton())
+        ranks = self.place.ranks
+        if ranks is not None and text not in self.skeletons:
+            self.agreed = True
+            what = "ranks captured different communication, and must run the same model code"
+            ranks.agree("skeleton", text, self.options.timeout_s, what)
+            self.skeletons.add(text)
 
     def give_up(self, error: Exception) -> bool:
         """After a failed first capture: tell the other ranks, who fail too, and make the module what it was before.
 
-        False, and nothing done, if the model has run already: it stays sharded.
+        False, and nothing done, if the model has run already, or if ranks are missing without which it cannot be made
+        whole: it stays sharded.
         """
-        if self.programs or self.world is None:
+        if self.programs or (isinstance(error, AgreementError) and error.absent):
             return False
-        if not self.announced:
-            self.announced = True
-            self.world.exchange("skeleton", f"{_FAILED}{error}", self.options.timeout_s)
+        if self.place.ranks is not None and not self.agreed:
+            self.agreed = True
+            self.place.ranks.fail("skeleton", error)
         module = self.module
         for storage in self.storages.values():
             for spec in storage.flat.parameters:
                 piece: Any = storage.parameters[spec.fqn]
                 with torch.no_grad():
                     whole = nn.Parameter(piece.full_tensor(), requires_grad=piece.requires_grad)
-                if not _become(piece, whole):
+                if not become(piece, whole):
                     for owner in module.modules():
                         for name, p in owner._parameters.items():
                             if p is piece:
@@ -245,21 +255,41 @@ def compile(
     Raises TypeError or ValueError for wrong options, CaptureError for a forward that cannot be captured, AgreementError
     when ranks disagree. Source: FSDP paper; torch.distributed.fsdp.fully_shard.
     """
-    settings = Options.from_keywords(options)
-    _check_model(model, "fxshard.compile")
-    _check_placement(model, init)
-    prepare(model)
-    device = _device(model)
-    F, W = _factor_and_size(F, mesh, world)
-    units = _units(model, settings, example_inputs)
-    flats = flat_parameters(model, units, F, settings.mixed_precision)
-    passes.check_complete(passes.pipeline(settings), settings)
-    world = world or _world(F, mesh, device)
-    _agree_on_model(world, flats, settings)
-    state = _State(model, flats, world, W, F, settings)
-    if example_inputs is not None:
-        state.traced = _trace(model, flats, example_inputs, W, F, settings, world)  # refuse before anything is sharded
-    _shard(model, state, init)
+    ranks = ControlPlane() if world is None and dist.is_available() and dist.is_initialized() else None
+    try:
+        settings = Options.from_keywords(options)
+        _check_model(model, "fxshard.compile")
+        _check_placement(model, init)
+        prepare(model)
+        device = _device(model)
+        F, W = _factor_and_size(F, mesh, world)
+        units = _units(model, settings, example_inputs)
+        flats = flat_parameters(model, units, F, settings.mixed_precision)
+        passes.check_complete(passes.pipeline(settings), settings)
+        if ranks is None:
+            world = world or VirtualWorld(F, device=device)
+            place = _Place(W, F, held_shards=world.held)
+        else:
+            place = _Place(W, F, direct_exchange=device.type == "cpu", ranks=ranks)
+        state = _State(model, flats, place, settings)
+        if example_inputs is not None:
+            state.traced = _trace(model, flats, example_inputs, place, settings)
+    except Exception as error:
+        if ranks is not None:
+            ranks.fail("model", error)
+        raise
+    if ranks is not None:
+        text = _fingerprint(state, mesh, init)
+        ranks.agree(
+            "model", text, settings.timeout_s, "ranks compile different models or options, and nothing was sharded"
+        )
+        world = NcclWorld(F, device, mesh) if device.type == "cuda" else GlooWorld(F, mesh)
+    assert world is not None
+    generation = Generation()
+    state.storages = shard(model, flats, world, settings, init, generation)
+    if isinstance(world, VirtualWorld):
+        world.attach(model)
+    state.executor = Executor(state.storages, world, generation, debug=settings.debug)
     _install(model, state)
     return model
 
@@ -279,7 +309,7 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     prepare(model)
     units = _units(model, settings, example_inputs)
     flats = flat_parameters(model, units, F, settings.mixed_precision)
-    return _trace(model, flats, example_inputs, W, F, settings)
+    return _trace(model, flats, example_inputs, _Place(W, F), settings)
 
 
 # -- steps of compile
@@ -349,12 +379,6 @@ def _factor_and_size(F: int | None, mesh: DeviceMesh | None, world: World | None
     return F, F
 
 
-def _world(F: int, mesh: DeviceMesh | None, device: torch.device) -> World:
-    if not (dist.is_available() and dist.is_initialized()):
-        return VirtualWorld(F, device=device)
-    return NcclWorld(F, device, mesh) if device.type == "cuda" else GlooWorld(F, mesh)
-
-
 def _units(model: nn.Module, options: Options, example_inputs: Any) -> list[Unit]:
     if not isinstance(options.units, BytesOfFirstUse):
         return partition(model, options.units)
@@ -363,162 +387,25 @@ def _units(model: nn.Module, options: Options, example_inputs: Any) -> list[Unit
             "units=BytesOfFirstUse(...) needs example_inputs: the order of first use is read off the graph"
         )
     whole = flat_parameters(model, partition(model, "none"), 1, options.mixed_precision)
-    schedule = _trace(model, whole, example_inputs, 1, 1, Options(mixed_precision=options.mixed_precision))
+    schedule = _trace(model, whole, example_inputs, _Place(1, 1), Options(mixed_precision=options.mixed_precision))
     views = schedule.forward.nodes("param_view")
     first = {v: min(v.users) for v in views if v.users}
     order = [v.meta["fxshard"].fqn for v in sorted(first, key=lambda v: first[v])]
     return units_by_bytes(model, order, options.units.num_bytes)
 
 
-def _agree_on_model(world: World, flats: Mapping[str, FlatParameter], options: Options) -> None:
-    lines = [f"torch {torch.__version__}", options.fingerprint(), f"F={world.F}"]
-    for flat in flats.values():
+def _fingerprint(state: _State, mesh: DeviceMesh | None, init: InitFunction | None) -> str:
+    """What all ranks must have in common before a collective, as text."""
+    lines = [f"torch {torch.__version__}", state.options.fingerprint(), f"F={state.place.F}"]
+    lines += [f"mesh {None if mesh is None else mesh.mesh.tolist()}", f"init {'given' if init else 'not given'}"]
+    for flat in state.flats.values():
         lines.append(f"unit {flat.name}: {flat.numel} {flat.dtype} gathered as {flat.param_dtype}")
         lines += [f"  {p.fqn} {p.shape} {p.stride} {p.requires_grad}" for p in flat.parameters]
-    answers = world.exchange("model", "\n".join(lines), options.timeout_s)
-    if (difference := _first_difference(answers)) is not None:
-        raise AgreementError(f"ranks compile different models or options: {difference}. Nothing was sharded")
-
-
-def _first_difference(texts: Sequence[str]) -> str | None:
-    """Where the ranks' texts first part, or None."""
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            pairs = list(zip([*texts[0].split("\n"), "(end)"], [*text.split("\n"), "(end)"]))
-            mine, other = next(((a, b) for a, b in pairs if a != b), pairs[-1])
-            return f"rank 0 has '{mine.strip()}', rank {rank} has '{other.strip()}'"
-    return None
-
-
-def _shard(model: nn.Module, state: _State, init: InitFunction | None) -> None:
-    """Take this rank's part of every unit, one unit at a time, then turn the module's parameters into pieces.
-
-    Nothing of the module changes before every part is there. Parameters keep their identity: an optimizer made before
-    goes on holding the module's parameters.
-    """
-    world, options = state.world, state.options
-    assert world is not None
-    owners = {
-        f"{prefix}.{name}" if prefix else name: (module, name)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._parameters
-    }
-    with _Materialised(world.device, init) as materialised:
-        for flat in state.flats.values():
-            full = torch.zeros(flat.padded_numel, dtype=flat.dtype, device=world.device)
-            for spec, offset in zip(flat.parameters, flat.offsets):
-                module, name = owners[spec.fqn]
-                source = materialised.parameter(module, name)
-                full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride).copy_(source.detach())
-            part = world.scatter_from_first(flat, full) if options.sync_parameters else world.my_part(flat, full)
-            shard = part.clone() if part.untyped_storage().nbytes() > part.numel() * part.element_size() else part
-            state.storages[flat.name] = FlatStorage(flat, world, shard, state.generation)
-            del full
-        materialised.buffers(model)
-    replaced = []
-    for storage in state.storages.values():
-        for spec in storage.flat.parameters:
-            piece = storage.parameters[spec.fqn]
-            module, name = owners[spec.fqn]
-            original = module._parameters[name]
-            assert original is not None
-            if _become(original, piece):
-                storage.parameters[spec.fqn] = original
-            else:
-                replaced.append(spec.fqn)
-                for fqn in (spec.fqn, *spec.aliases):
-                    owner, own_name = owners[fqn]
-                    owner._parameters[own_name] = piece
-    if replaced:
-        warnings.warn(
-            f"{len(replaced)} parameters ('{replaced[0]}', ...) are weakly referenced elsewhere (a torch.compile of "
-            "this model?) and were replaced by new objects: an optimizer made before does not hold them",
-            stacklevel=3,
-        )
-    for buffer in model.buffers():
-        if options.sync_parameters:
-            world.broadcast_from_first(buffer)
-    if options.mixed_precision.buffers is not None:
-        for module in model.modules():
-            for name, value in module._buffers.items():
-                if value is not None and value.is_floating_point():
-                    module._buffers[name] = value.to(options.mixed_precision.buffers)
-    if isinstance(world, VirtualWorld):
-        world.attach(model)
-    state.executor = Executor(state.storages, world, state.generation, debug=options.debug)
-
-
-def _become(original: nn.Parameter, piece: nn.Parameter) -> bool:
-    """Turn `original` into `piece`, keeping the object and what the user put on it; False if weakly referenced."""
-    for key, value in original.__dict__.items():
-        piece.__dict__.setdefault(key, value)
-    _, hooks = torch_private.gradient_hooks(original)
-    for hook in hooks.values():
-        piece.register_post_accumulate_grad_hook(hook)
-    hooks.clear()
-    try:
-        torch.utils.swap_tensors(original, piece)
-    except RuntimeError:
-        return False
-    return True
-
-
-class _Materialised:
-    """Modules on the meta device made real one at a time; each parameter is put back on meta once it was taken.
-
-    On an exception everything is as it was, buffers included.
-    """
-
-    def __init__(self, device: torch.device, init: InitFunction | None):
-        self.device, self.init = device, init
-        self.saved: list[tuple[dict[str, Any], str, Any]] = []
-        self.seen: set[nn.Module] = set()
-        self.origins: dict[tuple[int, str], Any] = {}
-
-    def __enter__(self) -> _Materialised:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None:
-            for table, name, tensor in self.saved:
-                table[name] = tensor
-
-    def parameter(self, module: nn.Module, name: str) -> Tensor:
-        self._make(module)
-        table = module._parameters
-        tensor = table[name]
-        assert tensor is not None
-        if (id(table), name) in self.origins:
-            table[name] = self.origins.pop((id(table), name))
-        return tensor
-
-    def buffers(self, model: nn.Module) -> None:
-        """Modules that have only buffers."""
-        for module in model.modules():
-            self._make(module)
-
-    def _make(self, module: nn.Module) -> None:
-        if module in self.seen:
-            return
-        self.seen.add(module)
-        places = [
-            (table, name, tensor)
-            for table in (module._parameters, module._buffers)
-            for name, tensor in table.items()
-            if tensor is not None and tensor.device.type == "meta"
-        ]
-        if not places:
-            return
-        assert self.init is not None
-        for table, name, tensor in places:
-            real = torch.empty_like(tensor, device=self.device)
-            self.saved.append((table, name, tensor))
-            if table is module._parameters:
-                self.origins[id(table), name] = tensor
-                table[name] = nn.Parameter(real, tensor.requires_grad)
-            else:
-                table[name] = real  # type: ignore[assignment]
-        self.init(module)
+    if state.options.sync_parameters:
+        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in state.module.named_buffers()]
+    if state.traced is not None:
+        lines += ["traced", *state.traced.skeleton()]
+    return "\n".join(lines)
 
 
 def _install(model: nn.Module, state: _State) -> None:
@@ -640,19 +527,10 @@ def _cast_input(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _trace(
-    model: nn.Module,
-    flats: dict[str, FlatParameter],
-    example_inputs: Any,
-    W: int,
-    F: int,
-    options: Options,
-    world: World | None = None,
+    model: nn.Module, flats: dict[str, FlatParameter], example_inputs: Any, place: _Place, options: Options
 ) -> Schedule:
-    """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens.
-
-    The memory plan is that of `world`, or of a world whose collectives need no memory of ours.
-    """
-    state = _State(model, flats, world, W, F, options)
+    """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens."""
+    state = _State(model, flats, place, options)
     stand_ins: dict[str, nn.Parameter] = {}
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     for flat in flats.values():

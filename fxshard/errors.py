@@ -18,4 +18,6 @@ class PassError(FxshardError, RuntimeError):
 
 
 class AgreementError(FxshardError, RuntimeError):
-    """Ranks disagree on the model, the options or the communication skeleton."""
+    """Ranks disagree on the model, the options or the communication skeleton; `absent` did not come to compare."""
+
+    absent: tuple[int, ...] = ()

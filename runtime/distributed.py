@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard.capture import torch_private
-from fxshard.errors import AgreementError
 from fxshard.ir import FlatParameter
 from fxshard.options import check_factor
 from fxshard.runtime.direct import DirectGroup
@@ -102,24 +98,6 @@ class DistributedWorld(World):
             return [bool(v) for v in vector.tolist()]
 
         return answer
-
-    def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
-        """Through the store of the default group. Raises AgreementError naming the ranks that did not come in time."""
-        store = torch_private.default_store()
-        # Counted in the store, so that a second model does not read the first one's answers.
-        number = store.add(f"fxshard/{topic}/{self.rank}", 1)
-        prefix = f"fxshard/{topic}/{number}"
-        store.set(f"{prefix}/{self.rank}", json.dumps(text))
-        keys = [f"{prefix}/{r}" for r in range(self.W)]
-        try:
-            store.wait(keys, datetime.timedelta(seconds=timeout_s))
-        except dist.DistStoreError as error:
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
-            raise AgreementError(
-                f"rank {self.rank} waited {timeout_s:g} s for rank{'s' if len(missing) > 1 else ''} "
-                f"{', '.join(map(str, missing))} to reach '{topic}'; they did not. Look at their output first"
-            ) from error
-        return [json.loads(store.get(key)) for key in keys]
 
 
 def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:

@@ -147,6 +147,3 @@ class VirtualWorld(World):
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         return None
-
-    def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
-        return [text]

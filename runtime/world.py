@@ -100,7 +100,3 @@ class World(ABC):
     @abstractmethod
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """Rank 0's tensor to all ranks, in place."""
-
-    @abstractmethod
-    def exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
-        """Everybody's text on a topic, by rank, over the control plane; never a collective that some may not enter."""

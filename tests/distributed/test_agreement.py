@@ -82,7 +82,7 @@ def none_can_capture() -> dict[str, object]:
 def test_different_models(ranks: Ranks) -> None:
     for result in ranks.run(2, different_models):
         assert result["type"] == "AgreementError"
-        assert "layers.2" in str(result["text"]) and "Nothing was sharded" in str(result["text"])
+        assert "layers.2" in str(result["text"]) and "nothing was sharded" in str(result["text"])
         assert result["equal"]
 
 
@@ -102,7 +102,7 @@ def test_different_communication(ranks: Ranks) -> None:
 
 def test_one_rank_cannot_capture(ranks: Ranks) -> None:
     first, second = ranks.run(2, one_cannot_capture)
-    assert first["type"] == "AgreementError" and "rank 1 could not capture" in str(first["text"])
+    assert first["type"] == "AgreementError" and "rank 1 failed with CaptureError" in str(first["text"])
     assert second["type"] == "CaptureError" and "test_agreement.py" in str(second["text"])
     assert first["equal"] and second["equal"]
 
@@ -111,6 +111,50 @@ def test_no_rank_can_capture(ranks: Ranks) -> None:
     for result in ranks.run(2, none_can_capture):
         assert result["type"] == "CaptureError" and "test_agreement.py" in str(result["text"])
         assert result["equal"]
+
+
+def one_is_refused(options: dict[str, object]) -> dict[str, object]:
+    torch.manual_seed(0)
+    other = dist.get_rank() == 1
+    return outcome(Blocks(broken=other and not options), "compile", **(options if other else {}), **TRIED)
+
+
+TRIED = {"example_inputs": (torch.ones(2, 8),)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({}, "CaptureError", "could not be captured whole"),
+        ({"rate_limt": 2}, "TypeError", "Did you mean 'rate_limit'"),
+        ({"units": "leyers.*"}, "ValueError", "matches no module"),
+        ({"F": 3}, "ValueError", "allowed are 1, 2"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_one_rank_alone_refuses_is_told_to_all_before_anything_is_sharded(
+    ranks: Ranks, options: dict[str, object], error: str, text: str
+) -> None:
+    first, second = ranks.run(2, one_is_refused, options)
+    assert second["type"] == error and text in str(second["text"])
+    assert first["type"] == "AgreementError" and f"rank 1 failed with {error}" in str(first["text"])
+    assert text in str(first["text"]) and "nothing was sharded" in str(first["text"])
+    assert first["equal"] and second["equal"]
+
+
+def one_never_comes() -> str:
+    model = fxshard.compile(Blocks(), timeout_s=2.0)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(fxshard.AgreementError) as caught:
+        model(torch.ones(2, 8))
+    assert caught.value.absent == (1,) and fxshard.is_compiled(model)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    text, _ = ranks.run(2, one_never_comes)
+    assert "rank 0 waited 2 s for rank 1 to compare 'skeleton', in vain" in text
 
 
 def wrong_factor(F: int) -> str:
