@@ -102,7 +102,7 @@ def test_bytes_are_counted_once_and_of_the_piece():
     model = torch.nn.Linear(6, 5)
     weight, bias = model.parameters()
     assert demo.memory([weight, weight[1:], bias, None]) == (30 + 5) * 4
-    sharded = fxshard.compile(torch.nn.Linear(6, 5), F=3)
+    sharded = fxshard.compile(torch.nn.Linear(6, 5), F=3, units="none")
     # In one process all three shards: 30 and 5 elements start at multiples of 4, and 40 at most make 3 shards of 16.
     assert demo.memory(sharded.parameters()) == 48 * 4
 
