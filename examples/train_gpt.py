@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 -m examples.train_gpt --F 2
     python -m examples.train_gpt --F 4          # one process that holds all four shards
 
-Only the line with `fxshard.compile` differs from training on one device.
+Of the training loop only the line with `fxshard.compile` differs from training on one device; around it are the process
+group, batches of each rank's own and the mean of the validation losses.
 """
 
 from __future__ import annotations

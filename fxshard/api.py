@@ -35,7 +35,7 @@ from fxshard.runtime import (
     VirtualWorld,
     World,
 )
-from fxshard.sharding import become, shard
+from fxshard.sharding import become, cast_buffers, shard
 from fxshard.units import BytesOfFirstUse, Unit, flat_parameters, partition, units_by_bytes
 
 _STATE = "_fxshard"
@@ -108,6 +108,8 @@ class _State:
         """A forward that was set on the module itself, not on its class."""
         self.run: Callable[..., Any]
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Buffers as they were before they were put into another dtype."""
         self.plain = False
         self.agreed = False
         """Whether this rank has told the others how its first capture went."""
@@ -181,6 +183,8 @@ class _State:
                         for name, p in owner._parameters.items():
                             if p is piece:
                                 owner._parameters[name] = whole
+        for table, name, buffer in self.buffers:
+            table[name] = buffer
         module.__class__ = self.original_class
         if self.own_forward is not None:
             module.forward = self.own_forward
@@ -233,7 +237,7 @@ def compile(
     F: int | None = None,
     *,
     mesh: DeviceMesh | None = None,
-    world: World | None = None,
+    world: VirtualWorld | None = None,
     example_inputs: Any = None,
     init: InitFunction | None = None,
     **options: Any,
@@ -241,11 +245,12 @@ def compile(
     """Shard `model` in place and return it: the same object, its forward captured, its communication a schedule.
 
     F: ranks that share one copy of the parameters. F = 1 replicates (DDP), F = W shards fully (ZeRO-3), between is
-    hybrid; it must divide W. Default: W. Without a process group a virtual world of F shards runs in this process.
+    hybrid; it must divide W. Default: W. Without a process group a virtual world of F shards (default 1) runs in this
+    process.
     mesh: a 2-D DeviceMesh (replicate, shard) to take the groups from; F is then its second size.
-    world: a World, for `VirtualWorld(F, contributors=W)`; it settles F and takes no mesh.
-    example_inputs: arguments of forward, a tuple or a dict. The forward is then captured before anything is sharded,
-    and what cannot be captured leaves the model as it was.
+    world: a `VirtualWorld(F, contributors=W)`, which runs W ranks' batches in turn; it settles F and takes no mesh.
+    example_inputs: arguments of forward: a tuple, list or dict, or the only one. The forward is then captured before
+    anything is sharded, and what cannot be captured leaves the model as it was.
     init: for a model (or parts of one) on the meta device: called with each module whose own parameters or buffers
     were made empty on the device, unit by unit; no rank ever holds the whole model.
     Other options: see `fxshard.Options`.
@@ -268,9 +273,10 @@ def compile(
         passes.check_complete(passes.pipeline(settings), settings)
         if ranks is None:
             world = world or VirtualWorld(F, device=device)
+            world.check_free(device)
             place = _Place(W, F, held_shards=world.held)
         else:
-            place = _Place(W, F, direct_exchange=device.type == "cpu", ranks=ranks)
+            place = _Place(W, F, direct_exchange=_backend(device) == "gloo", ranks=ranks)
         state = _State(model, flats, place, settings)
         if example_inputs is not None:
             state.traced = _trace(model, flats, example_inputs, place, settings)
@@ -283,13 +289,13 @@ def compile(
         ranks.agree(
             "model", text, settings.timeout_s, "ranks compile different models or options, and nothing was sharded"
         )
-        world = NcclWorld(F, device, mesh) if device.type == "cuda" else GlooWorld(F, mesh)
-    assert world is not None
+    home: World = world or (GlooWorld(F, mesh) if _backend(device) == "gloo" else NcclWorld(F, device, mesh))
     generation = Generation()
-    state.storages = shard(model, flats, world, settings, init, generation)
-    if isinstance(world, VirtualWorld):
+    state.storages = shard(model, flats, home, settings, init, generation)
+    state.buffers = cast_buffers(model, settings.mixed_precision.buffers)
+    if world is not None:
         world.attach(model)
-    state.executor = Executor(state.storages, world, generation, debug=settings.debug)
+    state.executor = Executor(state.storages, home, generation, debug=settings.debug)
     _install(model, state)
     return model
 
@@ -329,10 +335,10 @@ def _check_model(model: Any, function: str) -> None:
 
 
 def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
-    on_meta = [n for n, p in model.named_parameters() if p.device.type == "meta"]
+    on_meta = [n for n, x in (*model.named_parameters(), *model.named_buffers()) if x.device.type == "meta"]
     if on_meta and init is None:
         shown = ", ".join(on_meta[:4]) + (f" and {len(on_meta) - 4} more" if len(on_meta) > 4 else "")
-        raise ValueError(f"parameters on the meta device ({shown}) need an init function: compile(model, init=...)")
+        raise ValueError(f"what is on the meta device ({shown}) needs an init function: compile(model, init=...)")
     kinds = {p.device.type for _, p in model.named_parameters()} - {"meta"}
     if len(kinds) > 1:
         raise ValueError(f"parameters are on several devices ({', '.join(sorted(kinds))}); move the model to one")
@@ -353,8 +359,26 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _factor_and_size(F: int | None, mesh: DeviceMesh | None, world: World | None) -> tuple[int, int]:
+def _backend(device: torch.device) -> str:
+    """The backend for a model on this device. Raises ValueError where the process group has another, or none is known."""
+    wanted = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
+    if wanted is None:
+        raise ValueError(f"the model is on {device}; ranks share models on CPUs, over gloo, and on CUDA, over NCCL")
+    have = dist.get_backend()
+    if have in ("gloo", "nccl") and have != wanted:
+        raise ValueError(
+            f"the model is on {device} and the process group is of backend {have}; "
+            f"move the model, or call init_process_group('{wanted}')"
+        )
+    return wanted
+
+
+def _factor_and_size(F: int | None, mesh: DeviceMesh | None, world: VirtualWorld | None) -> tuple[int, int]:
     if world is not None:
+        if not isinstance(world, VirtualWorld):
+            raise TypeError(
+                f"world={world!r}: an fxshard.VirtualWorld was expected (ranks of a process group need none)"
+            )
         if mesh is not None:
             raise ValueError("world and mesh both say who shards with whom; leave one out")
         if F is not None and F != world.F:
@@ -505,7 +529,7 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
                 table[name] = master
         if failure is not None:
             if state.give_up(failure):
-                failure.add_note("The model was put back as it was before fxshard.compile: it is NOT sharded any more")
+                failure.add_note("The model is plain again, as before fxshard.compile: it is NOT sharded any more")
             raise failure
         if type(outputs) is not torch.Tensor:
             for leaf in torch_private.pytree.tree_leaves(outputs):

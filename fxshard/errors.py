@@ -6,7 +6,7 @@ class FxshardError(Exception):
 
 
 class CaptureError(FxshardError, RuntimeError):
-    """A model's forward could not be captured whole; carries the user's file and line."""
+    """A model's forward could not be captured whole; says the user's file and line where there is one."""
 
 
 class ScheduleError(FxshardError, RuntimeError):

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes to gather and compute in, to reduce gradients in, and for floating buffers; None keeps what is there.
 
-    `reduce=None` reduces in the parameter dtype. Floating inputs of forward are cast to `param`. Sharded parameters,
+    `reduce=None` reduces in the dtype that is gathered. Floating inputs of forward are cast to `param`, outputs are not
+    cast back. Sharded parameters,
     gradients and optimizer state keep the parameter's own dtype; integer parameters are never cast.
     """
 
@@ -28,8 +29,8 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if value is not None and value not in _FLOATS:
-                allowed = ", ".join(map(str, _FLOATS))
+            if value is not None and value not in FLOATS:
+                allowed = ", ".join(map(str, FLOATS))
                 raise ValueError(f"MixedPrecision({f.name}={value!r}): a floating dtype was expected, one of {allowed}")
 
 
@@ -38,7 +39,7 @@ class Options:
     """Everything that sizes or switches a mechanism. Counts are of FlatParameters."""
 
     units: Any = "auto"
-    """'auto', 'none', an FQN pattern, a module class, a list of these, a callable, or BytesOfFirstUse(n)."""
+    """'auto', 'none', an FQN pattern, a module class, a list of patterns and classes, a callable, or BytesOfFirstUse(n)."""
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     backward_prefetch: int = 1
     """How many AllGathers ahead are issued in backward; 0 = off."""
@@ -51,7 +52,7 @@ class Options:
     keep_root_resident: bool = True
     """Whether the root stays gathered from forward to backward."""
     reshard_after_forward: bool = True
-    """Whether units are freed after forward and gathered again in backward."""
+    """Whether units are freed after forward and gathered again in backward; if not, the root stays too."""
     passes: Sequence[Any] | None = None
     """Extra passes, run after the default ones and before plan-memory; or a callable from the default list to the
     list."""
@@ -88,7 +89,8 @@ class Options:
             raise TypeError(f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision was expected")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s!r}: a positive number of seconds was expected")
-        if self.passes is not None and not callable(self.passes) and not isinstance(self.passes, (list, tuple)):
+        is_class = isinstance(self.passes, type)
+        if is_class or not (self.passes is None or callable(self.passes) or isinstance(self.passes, (list, tuple))):
             raise TypeError(f"passes={self.passes!r}: a list of passes, or a callable from the default list to a list")
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise ValueError(f"dynamic={self.dynamic!r}: allowed are None, True, False")

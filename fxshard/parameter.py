@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -63,12 +63,11 @@ class Binding:
     collective); `reduce(values, op)` reduces a small tensor over the group, op "sum" or "max".
     """
 
-    __slots__ = ("flat", "fqn", "gather", "generation", "hooks", "length", "numel", "reduce", "start")
+    __slots__ = ("fqn", "gather", "generation", "hooks", "length", "numel", "reduce", "start")
 
     def __init__(
         self,
         fqn: str,
-        flat: str,
         numel: int,
         start: int,
         length: int,
@@ -76,7 +75,7 @@ class Binding:
         gather: Callable[[Tensor], Tensor],
         reduce: Callable[[Tensor, str], Tensor],
     ):
-        self.fqn, self.flat, self.numel, self.start, self.length = fqn, flat, numel, start, length
+        self.fqn, self.numel, self.start, self.length = fqn, numel, start, length
         self.generation, self.gather, self.reduce = generation, gather, reduce
         self.hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         """Post-accumulate-grad hooks: autograd would also call them where there is no gradient."""
@@ -88,6 +87,9 @@ class ShardedParameter(torch.Tensor):
     Attributes: `local` (length,) the piece; `binding` where it belongs (None while tracing); `is_state` True for
     gradients and optimizer state, whose changes do not count as changes of the parameter.
     """
+
+    OWN: ClassVar = frozenset({"local", "binding", "fqn", "is_state", "is_parameter"})
+    """What an instance holds for itself; anything else on it is the user's."""
 
     local: Tensor
     binding: Binding | None
@@ -355,7 +357,7 @@ def _norm(func: Any, first: ShardedParameter, args: tuple[Any, ...], kwargs: dic
 
 
 def _foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """One reduction for the whole list."""
+    """One reduction a dtype for the whole list."""
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from fxshard.capture import torch_private
 from fxshard.ir import FlatParameter
 from fxshard.options import InitFunction, Options
-from fxshard.parameter import Generation
+from fxshard.parameter import Generation, ShardedParameter
 from fxshard.runtime import FlatStorage, World
 
 
@@ -27,7 +28,7 @@ def shard(
     """Take this rank's part of every unit, one unit at a time, then turn the module's parameters into pieces.
 
     Nothing of the module changes before every part is there. Parameters keep their identity: an optimizer made before
-    goes on holding the module's parameters. Buffers start as rank 0's, in their mixed-precision dtype. A collective.
+    goes on holding the module's parameters. Buffers start as rank 0's. A collective.
     """
     storages: dict[str, FlatStorage] = {}
     owners = {
@@ -39,9 +40,8 @@ def shard(
         for flat in flats.values():
             full = torch.zeros(flat.padded_numel, dtype=flat.dtype, device=world.device)
             for spec, offset in zip(flat.parameters, flat.offsets):
-                module, name = owners[spec.fqn]
-                source = materialised.parameter(module, name)
-                full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride).copy_(source.detach())
+                with materialised.parameter([owners[fqn] for fqn in (spec.fqn, *spec.aliases)]) as source:
+                    full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride).copy_(source.detach())
             part = world.scatter_from_first(flat, full) if options.sync_parameters else world.my_part(flat, full)
             own = part.clone() if part.untyped_storage().nbytes() > part.numel() * part.element_size() else part
             storages[flat.name] = FlatStorage(flat, world, own, generation)
@@ -70,19 +70,29 @@ def shard(
     for buffer in model.buffers():
         if options.sync_parameters:
             world.broadcast_from_first(buffer)
-    if options.mixed_precision.buffers is not None:
-        for module in model.modules():
-            for name, value in module._buffers.items():
-                if value is not None and value.is_floating_point():
-                    module._buffers[name] = value.to(options.mixed_precision.buffers)
     return storages
 
 
-def become(original: nn.Parameter, piece: nn.Parameter) -> bool:
+def cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Put floating buffers into `dtype`; returns what was there, as (table, name, buffer)."""
+    before = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if dtype is not None and buffer is not None and buffer.is_floating_point()
+    ]
+    for table, name, buffer in before:
+        table[name] = buffer.to(dtype)
+    return before
+
+
+def become(original: Any, piece: nn.Parameter) -> bool:
     """Turn `original` into `piece`, keeping the object and what the user put on it; False if weakly referenced."""
     for key, value in original.__dict__.items():
-        piece.__dict__.setdefault(key, value)
-    _, hooks = torch_private.gradient_hooks(original)
+        if key not in ShardedParameter.OWN:
+            piece.__dict__.setdefault(key, value)
+    binding = original.binding if isinstance(original, ShardedParameter) else None
+    hooks = torch_private.gradient_hooks(original)[1] if binding is None else binding.hooks
     for hook in hooks.values():
         piece.register_post_accumulate_grad_hook(hook)
     hooks.clear()
@@ -96,14 +106,14 @@ def become(original: nn.Parameter, piece: nn.Parameter) -> bool:
 class _Materialised:
     """Modules on the meta device made real one at a time; each parameter is put back on meta once it was taken.
 
-    On an exception everything is as it was, buffers included.
+    One meta tensor becomes one real one, wherever it is tied. On an exception everything is as it was, buffers included.
     """
 
     def __init__(self, device: torch.device, init: InitFunction | None):
         self.device, self.init = device, init
         self.saved: list[tuple[dict[str, Any], str, Any]] = []
         self.seen: set[nn.Module] = set()
-        self.origins: dict[tuple[int, str], Any] = {}
+        self.real: dict[Tensor, Tensor] = {}
 
     def __enter__(self) -> _Materialised:
         return self
@@ -113,14 +123,19 @@ class _Materialised:
             for table, name, tensor in self.saved:
                 table[name] = tensor
 
-    def parameter(self, module: nn.Module, name: str) -> Tensor:
-        self._make(module)
-        table = module._parameters
-        tensor = table[name]
+    @contextlib.contextmanager
+    def parameter(self, places: Sequence[tuple[nn.Module, str]]) -> Iterator[Tensor]:
+        """The real parameter that is at all these places, for as long as the block takes."""
+        for module, _ in places:
+            self._make(module)
+        module, name = places[0]
+        tensor = module._parameters[name]
         assert tensor is not None
-        if (id(table), name) in self.origins:
-            table[name] = self.origins.pop((id(table), name))
-        return tensor
+        yield tensor
+        for table, name, original in self.saved:
+            if table.get(name) is tensor:
+                table[name] = original
+                self.real.pop(original, None)
 
     def buffers(self, model: nn.Module) -> None:
         """Modules that have only buffers."""
@@ -141,11 +156,9 @@ class _Materialised:
             return
         assert self.init is not None
         for table, name, tensor in places:
-            real = torch.empty_like(tensor, device=self.device)
             self.saved.append((table, name, tensor))
-            if table is module._parameters:
-                self.origins[id(table), name] = tensor
-                table[name] = nn.Parameter(real, tensor.requires_grad)
-            else:
-                table[name] = real  # type: ignore[assignment]
+            if tensor not in self.real:
+                real = torch.empty_like(tensor, device=self.device)
+                self.real[tensor] = nn.Parameter(real, tensor.requires_grad) if table is module._parameters else real
+            table[name] = self.real[tensor]  # type: ignore[assignment]
         self.init(module)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from fxshard.ir.layout import FlatParameter, ParameterSpec, contiguous_stride, is_dense
-from fxshard.options import MixedPrecision
+from fxshard.options import FLOATS, MixedPrecision
 
 ROOT = "(root)"
 
@@ -79,7 +79,7 @@ def unit_modules(model: nn.Module, units: UnitsOption) -> list[str]:
     else:
         raise TypeError(
             f"units={units!r} is not understood. Allowed: 'auto', 'none', an FQN pattern ('layers.*'), a module class, "
-            "a list of these, a callable (name, module) -> bool, or BytesOfFirstUse(num_bytes)"
+            "a list of patterns and classes, a callable (name, module) -> bool, or BytesOfFirstUse(num_bytes)"
         )
     outermost: list[str] = []
     for name in chosen:
@@ -114,7 +114,7 @@ def _by_pattern(modules: dict[str, nn.Module], pattern: Any) -> list[str]:
     if not found:
         close = difflib.get_close_matches(pattern, modules, n=3)
         hint = f" Close names: {', '.join(close)}" if close else ""
-        raise ValueError(f"units={pattern!r} matches no module; allowed words are 'auto' and 'none'.{hint}")
+        raise ValueError(f"units={pattern!r} matches no module; alone, 'auto' and 'none' are allowed too.{hint}")
     return found
 
 
@@ -132,7 +132,7 @@ def _by_callable(modules: dict[str, nn.Module], wanted: Callable[[str, nn.Module
 def partition(model: nn.Module, units: UnitsOption) -> list[Unit]:
     """The model's parameters as units, registration order.
 
-    A parameter tied across units belongs to the root (the lowest module above both), once. Raises ValueError for a
+    A parameter tied across units belongs to the root, once. Raises ValueError for a
     model without parameters, and where units were asked for and no parameter belongs to one.
     """
     names = named_parameters_with_aliases(model)
@@ -217,6 +217,11 @@ def flat_parameters(
             groups.setdefault((p.dtype, p.requires_grad), []).append(spec)
         dtypes = {dtype for dtype, _ in groups}
         for (dtype, requires_grad), specs in groups.items():
+            if requires_grad and dtype not in FLOATS:
+                raise ValueError(
+                    f"parameter '{specs[0].fqn}' is trainable and of {dtype}; gradients are reduced in "
+                    f"{', '.join(map(str, FLOATS))}. Freeze it, or keep it as a real tensor"
+                )
             marks = []
             if len(dtypes) > 1:
                 marks.append(str(dtype).removeprefix("torch."))

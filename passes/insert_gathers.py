@@ -2,7 +2,8 @@
 
 Why      The captured phases read whole parameters; each rank holds 1/F of them.
 Assumes  Parameters are placeholders of kind `parameter`, stamped with their FlatParameter.
-Gives    gathers-inserted: shard -> [cast] -> AG -> WAIT -> views, before the first use. F = 1: views of the shard.
+Gives    gathers-inserted: shard -> [cast] -> AG -> WAIT -> views, before the first use. F = 1: views of the
+         shard, or of its cast.
 Keeps    Values bit for bit; every operator of the model and its order.
 Costs    One full buffer a FlatParameter, alive to the end of the phase until insert-frees.
 Source   FSDP paper, section 3.2.

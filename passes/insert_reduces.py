@@ -1,7 +1,7 @@
 """Reduce each gradient once a step: ReduceScatter in the shard group, AllReduce across replicas, mean over the batches.
 
 Why      Each rank has the gradient of its own batch; training needs the mean.
-Assumes  `schedule.gradients` names the gradient node of each trainable parameter.
+Assumes  gathers-inserted; `schedule.gradients` names the gradient node of each trainable parameter.
 Gives    reduces-inserted: FLAT -> RS -> WAIT -> [AR -> WAIT] -> ACC for each FlatParameter with gradients. FLAT
          stands right after the last of its gradients and divides by the number of ranks that bring a batch (W, or 1 in a
          virtual world of one contributor); RS and AR sum. F = 1 has no RS, F = W no AR.

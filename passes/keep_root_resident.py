@@ -3,8 +3,8 @@
 Why      The root's last parameters are used last in forward and first in backward: freeing and gathering them again in
          between is exposed and frees nothing for long.
 Assumes  gathers-inserted, frees-inserted.
-Gives    residents-kept: a resident FlatParameter has one AG a step, no FREE in forward, and a `resident` input in
-         backward whose FREE ends its residency.
+Gives    residents-kept: a resident FlatParameter has one AG a step (none at F = 1), no FREE in forward, and a
+         `resident` input in backward whose FREE ends its residency.
 Keeps    Values bit for bit.
 Costs    Peak memory: the root's gathered bytes through the whole step (all units' with `everything`).
 Source   FSDP paper, section 3.3.1; `reshard_after_forward` of torch.distributed.fsdp.fully_shard.

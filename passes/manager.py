@@ -19,7 +19,10 @@ def check_contracts(passes: Sequence[Pass]) -> None:
     for position, p in enumerate(passes, 1):
         missing = [r for r in p.requires if r not in established]
         if missing:
-            problems.append(f"pass {position} '{p.name}' requires {', '.join(missing)}, which no earlier pass provides")
+            there = ", ".join(sorted(established)) or "nothing"
+            problems.append(
+                f"pass {position} '{p.name}' requires {', '.join(missing)}, which no earlier pass provides; there is {there}"
+            )
         established.update(p.provides)
     if problems:
         raise PassError("; ".join(problems))
@@ -28,7 +31,8 @@ def check_contracts(passes: Sequence[Pass]) -> None:
 def run(passes: Sequence[Pass], schedule: Schedule) -> None:
     """Run `passes` on `schedule` in place; records and remarks are appended to it.
 
-    Raises PassError if a pass fails, ScheduleError if it leaves an invalid schedule; both name the pass and its place.
+    Raises PassError if a pass fails, ScheduleError if it leaves an invalid schedule or asks for what is not allowed (an
+    illegal move, a limit that cannot be kept); each names the pass and its place.
     """
     check_contracts(passes)
     for position, p in enumerate(passes, 1):
@@ -38,8 +42,8 @@ def run(passes: Sequence[Pass], schedule: Schedule) -> None:
         started = time.perf_counter()
         try:
             p.apply(schedule, remarks)
-        except FxshardError:
-            raise
+        except FxshardError as error:
+            raise type(error)(f"{error}\n  in      {p}, pass {position} of {len(passes)}") from error
         except Exception as error:
             raise PassError(
                 f"pass {position} of {len(passes)}, '{p}', failed: {type(error).__name__}: {error}"

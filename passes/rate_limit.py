@@ -6,7 +6,7 @@ Assumes  gathers-inserted, frees-inserted, reduces-inserted.
 Gives    rate-limited: at most `limit` gathered buffers (residents not counted) and at most `limit_bytes` of them at any
          point of the issue order, and `throttle` edges that hold a stream to the same bound; at most `limit` gradient
          buffers between FLAT and the end of their reduce.
-Keeps    Values bit for bit; the order of gathers among themselves, and of reduces.
+Keeps    Values bit for bit; the order of counted gathers among themselves, and of reduces.
 Costs    Overlap, where the limit is tighter than what prefetching asked for.
 Source   FSDP paper, section 3.4.2 (two in flight is the least that still overlaps).
 

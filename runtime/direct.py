@@ -1,6 +1,6 @@
 """Direct exchange over gloo: every pair of ranks sends and receives at once, sums are in rank order in fp32.
 
-gloo's own collectives leave most of a link unused (20 MiB over 1 Gbit between two hosts, milliseconds, ideal 84: its
+gloo's own collectives leave much of a link unused (20 MiB over 1 Gbit between two hosts, milliseconds, ideal 84: its
 all_gather 138, its reduce_scatter 184; direct exchange 94 and 93). Data is received straight into its place. The sum
 is ((c0 + c1) + c2) + ... over ranks, in fp32 or wider whatever the wire dtype, so results do not depend on timing.
 

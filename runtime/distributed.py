@@ -20,7 +20,8 @@ from fxshard.runtime.world import DONE, Issue, Pending, World
 class DistributedWorld(World):
     """Ranks of the default process group; groups from a 2-D mesh (replicate, shard), or made here.
 
-    Without a mesh rank r is shard rank r % F of replica r // F: F consecutive ranks, of one host, share a copy.
+    Without a mesh rank r is shard rank r % F of replica r // F: F consecutive ranks share a copy, those of one host where
+    F divides its ranks.
     """
 
     def __init__(self, F: int, device: torch.device, mesh: DeviceMesh | None = None):
@@ -115,7 +116,6 @@ class GlooWorld(DistributedWorld):
     """CPU ranks over gloo."""
 
     kind = "gloo"
-    direct_exchange = True
 
     def __init__(self, F: int, mesh: DeviceMesh | None = None):
         super().__init__(F, torch.device("cpu"), mesh)

@@ -3,8 +3,9 @@
 [Note: order on streams]
 Each communication node runs on its queue. What a node reads was written on another queue before: the reader waits for
 an event recorded there. At the start of a phase every queue waits for `compute` (the optimizer wrote the shards there;
-the last phase ended there). A slot is reused behind the event that ended its last use. All waits of a phase are on
-`compute`, so at its end nothing is under way. The host never waits for the device.
+the last phase ended there). A slot is reused behind the event that ended its last use. Every collective is waited for on
+`compute` in the end (a ReduceScatter that an AllReduce follows by way of that), so at the end of a phase nothing is under
+way. The host never waits for a CUDA device.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Executor:
         """Why no step may be taken any more: an exception in a phase leaves collectives half done."""
         self.events: list[tuple[str, str, str]] | None = None
         """When a list: every communication node as it is executed, (phase, kind, flat). Set by `observe`."""
-        self.random = random.Random(0)
+        self.random = random.Random(world.shard_rank + world.F * world.replica_rank)  # each rank delays as it likes
 
     def _memory(self, num_bytes: int) -> Tensor:
         # A tensor born in inference mode could never be written outside it.
@@ -117,7 +118,6 @@ class Program:
         self.executor, self.schedule, self.root = executor, schedule, root
         self._forward: Lowered | None = None
         self._backward: dict[tuple[bool, ...], Lowered] = {}
-        self._given = False
         self._call: Call | None = None
 
     def unbind(self) -> None:
@@ -150,8 +150,7 @@ class Program:
 
     def _lower(self, phase: Phase) -> Lowered:
         self.executor.reserve(self.schedule.memory.arena_bytes)
-        binder = _Binder(self.executor, self.schedule, phase, self)
-        return lower(phase, self.root, binder.bind())
+        return lower(phase, self.root, _Binder(self.executor, self.schedule, phase).bind())
 
     # -- one call
 
@@ -216,7 +215,7 @@ class Program:
 class _Binder:
     """Makes the functions and views of one phase, see [Note: order on streams]."""
 
-    def __init__(self, executor: Executor, schedule: Schedule, phase: Phase, program: Program):
+    def __init__(self, executor: Executor, schedule: Schedule, phase: Phase):
         self.executor, self.schedule, self.phase = executor, schedule, phase
         self.streams, self.world = executor.streams, executor.world
         self.events: dict[str, Any] = {}
@@ -251,6 +250,7 @@ class _Binder:
             return self.executor.slot(slot, dtype, numel)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.world.device)
+        assert info(node).flat in self.schedule.resident, f"{node} has no slot"
         return self.executor.resident(info(node).flat or "")
 
     def _before(self, node: fx.Node, queue: str) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """A phase as straight-line Python: one line an operator, in issue order; every value is deleted after its last use.
 
 The text can be printed and stepped through in a debugger. Communication nodes are calls of functions bound to their
-buffers (`AG_layers_1()`); views of parameters and constants are globals, made once.
+buffers (`AG_all_gather_layers_1()`); views of parameters and constants are globals, made once.
 """
 
 from __future__ import annotations

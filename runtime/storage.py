@@ -43,9 +43,7 @@ class FlatStorage:
             start = flat.offsets[index]
             return full[start : start + spec.numel].clone()
 
-        return Binding(
-            spec.fqn, self.flat.name, spec.numel, piece.start, piece.length, generation, gather, self.world.reduce_small
-        )
+        return Binding(spec.fqn, spec.numel, piece.start, piece.length, generation, gather, self.world.reduce_small)
 
     def _views(self, part: Tensor) -> list[Tensor]:
         return [part[p.shard_start : p.shard_start + p.length] for p in self.pieces]

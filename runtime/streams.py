@@ -44,8 +44,8 @@ class CudaStreams(Streams):
     What may overlap: each queue with every other. Who records: the end of a gather, a flatten, a reduce and a phase, and
     whatever a throttle or the reuse of a slot waits for. Who waits: `compute` at a WAIT and for the phase before;
     `unshard` at a throttle; `reduce` for the flatten; `replicate` for the reduce; the queue of a node for the end of its
-    slot's last use; all for the start of the phase (the optimizer wrote the shards on `compute`). Memory: all buffers
-    are the arena's and outlive the step, so no stream needs to be recorded on a tensor.
+    slot's last use; all for the start of the phase (the optimizer wrote the shards on `compute`). Memory: arena,
+    shards and residents outlive the step, so no stream needs to be recorded on a tensor.
     """
 
     def __init__(self, device: torch.device):

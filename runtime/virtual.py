@@ -45,6 +45,13 @@ class VirtualWorld(World):
         self._module: Callable[[], nn.Module | None] = lambda: None
         self._buffers: list[dict[str, Tensor]] = []
 
+    def check_free(self, device: torch.device) -> None:
+        """Raise ValueError if a model on `device` cannot be put here: another device, or a model is here already."""
+        if (device.type, device.index or 0) != (self.device.type, self.device.index or 0):
+            raise ValueError(f"the model is on {device} and this VirtualWorld on {self.device}; make it with device=")
+        if self._module() is not None:
+            raise ValueError("this VirtualWorld has a model already; make one for each")
+
     def attach(self, module: nn.Module) -> None:
         """Give each contributor its own copy of the module's buffers."""
         self._module = weakref.ref(module)

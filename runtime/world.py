@@ -39,10 +39,10 @@ class World(ABC):
     W: int
     F: int
     shard_rank: int
+    replica_rank: int = 0
     data_ranks: int
     held: int
     device: torch.device
-    direct_exchange: bool = False
     kind: str
 
     @property
@@ -75,7 +75,9 @@ class World(ABC):
 
     @abstractmethod
     def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
-        """buffer (padded,) -> out (held * S,): the sum over the shard group, in rank order, in fp32 or wider."""
+        """buffer (padded,) -> out (held * S,): the sum over the shard group; what is in `buffer` may be lost.
+
+        In rank order and fp32 or wider, except over NCCL, which adds in the dtype and order of its own choice."""
 
     @abstractmethod
     def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:

@@ -86,6 +86,63 @@ def test_a_value_that_is_new_at_each_call_is_told_by_the_limit():
         assert model(batches(1)[0]).eq(0).all()  # what was captured still runs
 
 
+def test_what_a_pass_may_not_do_names_the_pass():
+    class Early(fxshard.passes.Pass):
+        name = "early"
+
+        def apply(self, schedule, remarks):
+            forward = schedule.forward
+            forward.move_before(forward.waits[0], forward.all_gathers[0], self.name)
+
+    with pytest.raises(fxshard.ScheduleError, match=r"pins it\n  in      early, pass 8 of 9"):
+        fxshard.trace(Framed(), (batches(1)[0],), F=2, passes=[Early()])
+    with pytest.raises(fxshard.ScheduleError, match=r"(?s)'layers.0'.*in      rate-limit\{limit=1, .*, pass 7 of 8"):
+        fxshard.trace(Both(), (batches(1)[0],), F=2, rate_limit=1)
+
+
+class Both(Framed):
+    """One operator reads two units."""
+
+    def forward(self, x):
+        return super().forward(x) + (self.layers[0].linear.weight * self.layers[1].linear.weight).sum()
+
+
+def test_a_throttled_gather_used_too_early_is_told_with_the_users_line():
+    class Late(fxshard.passes.Pass):
+        name = "late"
+
+        def apply(self, schedule, remarks):
+            wait = schedule.forward.waits[1]
+            max(v for v in wait.users if v.op == "call_function").append(wait)
+
+    with pytest.raises(fxshard.ScheduleError, match=r"view of 'layers.0.linear.weight'.*\n.*compare\.py:\d+"):
+        fxshard.trace(Framed(), (batches(1)[0],), F=2, passes=[Late()])
+
+
+def test_after_a_failed_first_call_the_model_has_what_the_user_put_on_it():
+    class Prints(Framed):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x):
+            print(float(x.sum()))
+            return super().forward(x) * self.scale
+
+    model = Prints()
+    weight, seen = model.head.weight, []
+    weight.group = "decay"
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    fxshard.compile(model, F=2, mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16, buffers=torch.bfloat16))
+    with pytest.raises(fxshard.CaptureError) as caught:
+        model(batches(1)[0])
+    assert "plain again" in caught.value.__notes__[0]
+    assert model.head.weight is weight and type(weight) is nn.Parameter and weight.__dict__ == {"group": "decay"}
+    assert model.scale.dtype == torch.float32 and type(model) is Prints
+    model(batches(1)[0]).sum().backward()
+    assert seen == [weight]
+
+
 def test_a_lost_position_is_no_half_sharded_model():
     """A pass that fails during compile with example inputs leaves the model plain."""
 

@@ -111,6 +111,15 @@ def test_wrong_factors_in_compile(F, error):
 def test_a_virtual_world_names_its_own_factor():
     with pytest.raises(ValueError, match=r"F=3 differs from the given world's F=2"):
         fxshard.compile(Framed(), F=3, world=fxshard.VirtualWorld(2))
+    with pytest.raises(TypeError, match=r"world='gloo': an fxshard.VirtualWorld was expected"):
+        fxshard.compile(Framed(), world="gloo")
+    world = fxshard.VirtualWorld(2)
+    model = fxshard.compile(Framed(), world=world)
+    with pytest.raises(ValueError, match="this VirtualWorld has a model already"):
+        fxshard.compile(Framed(), world=world)
+    assert fxshard.is_compiled(model)
+    with pytest.raises(ValueError, match="the model is on cpu and this VirtualWorld on meta"):
+        fxshard.compile(Framed(), world=fxshard.VirtualWorld(2, device="meta"))
     with pytest.raises(ValueError, match="world and mesh both say"):
         fxshard.compile(Framed(), world=fxshard.VirtualWorld(2), mesh=object())
     with pytest.raises(ValueError, match=r"F=3 does not divide the world size W=4"):
@@ -140,6 +149,26 @@ def test_what_is_no_module_is_refused(thing):
         fxshard.compile(thing, F=2)
     with pytest.raises(TypeError, match=r"takes an nn\.Module, not"):
         fxshard.trace(thing, (batches(1)[0],), F=2)
+
+
+def test_a_pass_class_in_place_of_a_pass():
+    with pytest.raises(TypeError, match="a list of passes"):
+        fxshard.trace(Framed(), (batches(1)[0],), F=2, passes=fxshard.passes.InsertFrees)
+
+
+def test_trainable_complex_parameters_are_refused_by_name():
+    model = Framed()
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'phase' is trainable and of torch\.complex64"):
+        fxshard.compile(model, F=2)
+    assert type(model) is Framed
+
+
+def test_buffers_on_the_meta_device_need_init():
+    model = Framed()
+    model.register_buffer("mean", torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match=r"meta device \(mean\).*init"):
+        fxshard.compile(model, F=2)
 
 
 def test_parameters_on_the_meta_device_need_init():

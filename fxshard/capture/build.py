@@ -1,7 +1,7 @@
 """From AOTAutograd's partitioned graphs to phases: parameters marked, saved values mended, gradients found.
 
 [Note: saved values]
-The partitioner may save anything forward computed. Three rules are put on top of it.
+The partitioner may save anything forward computed. Four rules are put on top of it.
 (a) Nothing saved aliases gathered storage: it would keep a unit's full weights alive from forward to backward.
 (b) A value that depends on parameters and constants alone (`w.t()`, a cast) is computed again in backward from the
     parameter, unless it is small beside it (the norm of a weight norm).

@@ -20,7 +20,6 @@ from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir import ops
-from fxshard.ir.aliasing import storage_users
 from fxshard.ir.layout import FlatParameter
 
 INFO = "fxshard"
@@ -116,7 +115,7 @@ _COMPUTE = NodeInfo("compute")
 
 
 class Phase:
-    """The forward or the backward graph of a step; the order of its nodes is the order of issue."""
+    """The `forward` or `backward` graph of a step, or an `inference` graph; the order of its nodes is the order of issue."""
 
     def __init__(self, name: str, graph: fx.Graph, flats: Mapping[str, FlatParameter]):
         self.name = name
@@ -227,11 +226,6 @@ class Phase:
         uses = [u for v in self.views(flat) for u in v.users if info(u).kind == "compute"]
         return min(uses) if uses else None
 
-    def last_use(self, flat: str) -> fx.Node | None:
-        """The last operator that reads memory of the gathered buffer, views and aliases included, or None."""
-        uses = [u for v in self.views(flat) for u in storage_users(v)]
-        return max(uses) if uses else None
-
     def flats_in_use_order(self) -> list[str]:
         """FlatParameters this phase reads, by their first use."""
         flats = dict.fromkeys(
@@ -242,8 +236,8 @@ class Phase:
 
     def blocker(self, node: fx.Node, anchor: fx.Node) -> fx.Node | None:
         """What stops `node` from standing before `anchor`: an input that comes later, or, for a collective, one of the
-        same kind and queue that it would overtake. None when the move is legal. Inputs that travel along (a cast, a
-        throttle) do not block."""
+        same kind and FlatParameter that it would overtake. None when the move is legal. A cast travels along and does not
+        block; a throttle stays where it is."""
         travelling = self._travelling(node)
         for member in travelling:
             for source in member.all_input_nodes:
@@ -429,8 +423,7 @@ class Schedule:
 
     def render(self, path: str) -> None:
         """Draw the schedule; the format follows the suffix of `path` (svg)."""
-        if Schedule.renderer is None:
-            raise RuntimeError("no renderer is registered: import fxshard, not fxshard.ir")
+        assert Schedule.renderer is not None, "fxshard registers one when it is imported"
         Schedule.renderer(self, path)
 
     def __str__(self) -> str:

@@ -36,6 +36,7 @@ def schedule_text(schedule: Schedule, level: str = "communication") -> str:
         f"memory  arena {bytes_text(memory.arena_bytes)}  residents {bytes_text(memory.resident_bytes)}"
         f"  peak gathered {bytes_text(memory.peak_gathered_bytes)}"
         f"  peak gradients {bytes_text(memory.peak_gradient_bytes)}"
+        + (f"  weights kept {bytes_text(memory.saved_weight_bytes)}" if memory.saved_weight_bytes else "")
     )
     return "\n".join(lines)
 

@@ -1,4 +1,8 @@
-"""The verifier: what a schedule must satisfy, each rule a function of its own. Shares no code with the passes."""
+"""The verifier: what a schedule must satisfy, each rule a function of its own.
+
+It shares no code with the passes, only the questions that `ir` answers about a graph (who shares memory with whom, which
+FlatParameters the rate limit counts).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def verify(schedule: Schedule) -> None:
         with phase.frozen():
             found = [(rule, node, text) for rule in RULES for node, text in rule(schedule, phase)]
         for rule, node, text in found:
-            line = user_line(node)
+            line = user_line(node) or next(filter(None, map(user_line, node.users)), "")  # a view has none of its own
             where = f" ({line})" if line and line not in describe(node) else ""
             position = list(phase.graph.nodes).index(node)
             problems.append(f"{rule.__name__}: {text}\n  where   {phase.name}, op {position} {describe(node)}{where}")
@@ -39,8 +43,7 @@ def inputs_precede_uses(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 
 def one_wait_for_each_issue(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Every collective has exactly one WAIT, and only the WAIT (or a collective chained to it) reads what it
-    returns."""
+    """Every collective has exactly one WAIT, and only the WAIT reads what it returns."""
     problems = []
     for node in phase.nodes():
         if info(node).kind in ("all_gather", "reduce_scatter", "all_reduce", "presence"):
@@ -87,7 +90,8 @@ def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
     if "frees-inserted" not in schedule.established:
         return []
     problems = []
-    for node in phase.nodes("all_gather"):
+    whole = [n for n in phase.nodes("cast_shard") if schedule.flats[info(n).flat or ""].F == 1]
+    for node in [*phase.nodes("all_gather"), *whole]:
         flat = info(node).flat or ""
         kept = flat in schedule.resident and phase.name == "forward"
         if not kept and not phase.nodes("free", flat):
@@ -162,6 +166,30 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     return problems
 
 
+def streams_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """A stream that runs as far ahead as the throttles before it let it keeps to the rate limit too."""
+    if "rate-limited" not in schedule.established:
+        return []
+    problems = []
+    position = {node: i for i, node in enumerate(phase.graph.nodes)}
+    freed = {info(n).flat: position[n] for n in phase.nodes("free")}
+    reached = -1
+    issued: list[str] = []
+    for node in phase.graph.nodes:
+        kind, flat = info(node).kind, info(node).flat or ""
+        if kind == "throttle" and isinstance(node.args[0], fx.Node):
+            reached = max(reached, position[node.args[0]])
+        elif kind == "all_gather" and schedule.counts(flat):
+            issued.append(flat)
+            alive = [f for f in issued if freed.get(f, len(position)) > reached]
+            size = sum(schedule.flats[f].full_bytes for f in alive)
+            over_count = schedule.rate_limit is not None and len(alive) > schedule.rate_limit
+            if over_count or (schedule.rate_limit_bytes is not None and size > schedule.rate_limit_bytes):
+                names = ", ".join(map(repr, alive))
+                problems.append((node, f"nothing holds {describe(node)} back on its stream while {names} may be alive"))
+    return problems
+
+
 def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Gradient buffers filled, whose reduce has not ended on the compute queue, never exceed the rate limit."""
     if "rate-limited" not in schedule.established or schedule.rate_limit is None:
@@ -187,6 +215,45 @@ def _is_reduce(node: object) -> bool:
     return isinstance(node, fx.Node) and info(node).kind in ("reduce_scatter", "all_reduce")
 
 
+def every_buffer_has_a_slot(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """What needs memory has a slot of at least its size, 16-byte aligned, inside the arena."""
+    if "memory-planned" not in schedule.established:
+        return []
+    problems = []
+    for node in phase.graph.nodes:
+        size = _bytes_needed(schedule, node)
+        slot = node.meta.get("slot")
+        if size and slot is None:
+            problems.append((node, f"{describe(node)} needs {size} bytes and has no slot"))
+        elif slot is not None and slot.num_bytes < size:
+            problems.append((node, f"the slot of {describe(node)} has {slot.num_bytes} bytes, it needs {size}"))
+        if slot is not None and (slot.offset % 16 or slot.offset + slot.num_bytes > schedule.memory.arena_bytes):
+            where = f"{slot.offset} to {slot.offset + slot.num_bytes}"
+            problems.append((node, f"the slot of {describe(node)}, {where}, is not aligned or not inside the arena"))
+    return problems
+
+
+def _bytes_needed(schedule: Schedule, node: fx.Node) -> int:
+    """Bytes of the arena a node needs: its result and, over direct exchange, what is received before it is summed."""
+    kind, flat = info(node).kind, schedule.flats.get(info(node).flat or "")
+    if flat is None:
+        return 0
+    S, wire = flat.shard_numel, flat.reduce_dtype.itemsize
+    staged = wire if schedule.direct_exchange else 0
+    if kind in ("all_gather", "cast_shard"):
+        gathered = kind == "all_gather" or flat.F == 1
+        if gathered and flat.name in schedule.resident:
+            return 0
+        return flat.full_bytes if gathered else schedule.held_shards * S * flat.param_dtype.itemsize
+    if kind == "flatten_grads":
+        return flat.grad_bytes
+    if kind == "reduce_scatter":
+        return schedule.held_shards * S * schedule.reduced_dtype(flat).itemsize + (flat.F - 1) * S * staged
+    if kind == "all_reduce":
+        return (schedule.replicas - 1) * -(-S // schedule.replicas) * staged
+    return 0
+
+
 def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last
     use."""
@@ -199,14 +266,6 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
             lives.append((node, slot, position[node], position[_needed_until(phase, node)]))
     by_name = {node.name: i for node, i in position.items()}
     problems = []
-    needed = {"all_gather": "full_bytes", "flatten_grads": "grad_bytes"}
-    for node, slot, _, _ in lives:
-        found = info(node)
-        size = (
-            getattr(schedule.flats[found.flat or ""], needed[found.kind]) if found.kind in needed else found.num_bytes
-        )
-        if found.kind in (*needed, "cast_shard") and slot.num_bytes < size:
-            problems.append((node, f"the slot of {describe(node)} has {slot.num_bytes} bytes, it needs {size}"))
     for i, (a, slot_a, start_a, end_a) in enumerate(lives):
         for b, slot_b, start_b, _ in lives[i + 1 :]:
             share = (
@@ -249,6 +308,8 @@ RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
     freed_or_resident,
     reduced_exactly_once,
     within_the_limit,
+    streams_within_the_limit,
     gradients_within_the_limit,
+    every_buffer_has_a_slot,
     slots_do_not_overlap,
 )

@@ -36,10 +36,6 @@ _DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
 }
 
 

@@ -239,6 +239,39 @@ def a_slot_too_small(s: Schedule) -> None:
     node.meta["slot"] = dataclasses.replace(node.meta["slot"], num_bytes=16)
 
 
+def replace_slot(node: fx.Node, **changes: int) -> None:
+    node.meta["slot"] = dataclasses.replace(node.meta["slot"], **changes)
+
+
+def a_slot_too_small_to_reduce_into(s: Schedule) -> None:
+    replace_slot(only(s, "backward", "reduce_scatter", "layers.1"), num_bytes=16)
+
+
+def no_slot(s: Schedule) -> None:
+    del only(s, "forward", "all_gather", "layers.1").meta["slot"]
+
+
+def a_slot_beyond_the_arena(s: Schedule) -> None:
+    replace_slot(only(s, "forward", "all_gather", "layers.1"), offset=s.memory.arena_bytes)
+
+
+def a_slot_that_is_not_aligned(s: Schedule) -> None:
+    replace_slot(only(s, "forward", "all_gather", "layers.1"), offset=8)
+
+
+def no_throttles(s: Schedule) -> None:
+    for phase in s.phases:
+        for node in phase.nodes("throttle"):
+            phase.graph.erase_node(node)
+
+
+def a_throttle_on_the_free_before(s: Schedule) -> None:
+    """The one of two gathers ago: the stream may run one further than the limit."""
+    only(s, "forward", "throttle", "layers.2").update_arg(0, only(s, "forward", "free", "layers.0"))
+
+
+BF16 = fxshard.MixedPrecision(param=torch.bfloat16)
+
 MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("inputs_precede_uses", wait_before_its_gather, "layers.1", {}),
     ("inputs_precede_uses", flatten_before_its_gradients, "layers.1", {}),
@@ -255,6 +288,7 @@ MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("nothing_leaves_gathered", a_resident_among_the_outputs, "(root).1", {}),
     ("freed_or_resident", never_freed_in_backward, "layers.1", {}),
     ("freed_or_resident", never_freed_in_forward, "layers.2", {}),
+    ("freed_or_resident", never_freed_in_forward, "layers.2", {"F": 1, "mixed_precision": BF16}),
     ("freed_or_resident", a_resident_that_is_none, "(root).1", {}),
     ("freed_or_resident", a_resident_never_freed, "(root).1", {}),
     ("reduced_exactly_once", gradient_left_out, "layers.1", {}),
@@ -274,11 +308,18 @@ MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("within_the_limit", fewer_bytes_than_planned_for, "layers.1", {}),
     ("gradients_within_the_limit", a_reduce_waited_for_at_the_end, "layers.2", {}),
     ("gradients_within_the_limit", fewer_gradient_buffers_than_planned_for, "layers.1", {}),
+    ("streams_within_the_limit", no_throttles, "layers.2", {}),
+    ("streams_within_the_limit", no_throttles, "layers.2", {"rate_limit": None, "rate_limit_bytes": 700}),
+    ("streams_within_the_limit", a_throttle_on_the_free_before, "layers.2", {"rate_limit": 1}),
+    ("every_buffer_has_a_slot", a_slot_too_small, "layers.1", {}),
+    ("every_buffer_has_a_slot", a_slot_too_small_to_reduce_into, "layers.1", {}),
+    ("every_buffer_has_a_slot", no_slot, "layers.1", {}),
+    ("every_buffer_has_a_slot", a_slot_beyond_the_arena, "layers.1", {}),
+    ("every_buffer_has_a_slot", a_slot_that_is_not_aligned, "layers.1", {}),
     ("slots_do_not_overlap", a_slot_over_a_living_one, "layers.1", {}),
     ("slots_do_not_overlap", a_slot_half_over_a_living_one, "layers.1", {}),
     ("slots_do_not_overlap", a_reused_slot_without_its_event, "layers.1", {}),
     ("slots_do_not_overlap", a_reused_slot_behind_an_earlier_event, "layers.1", {}),
-    ("slots_do_not_overlap", a_slot_too_small, "layers.1", {}),
 ]  # fmt: skip
 
 
