@@ -84,6 +84,7 @@ class _Place:
 
     W: int
     F: int
+    device: torch.device
     direct_exchange: bool = False
     held_shards: int = 1
     ranks: ControlPlane | None = None
@@ -268,15 +269,15 @@ def compile(
         prepare(model)
         device = _device(model)
         F, W = _factor_and_size(F, mesh, world)
-        units = _units(model, settings, example_inputs)
+        units = _units(model, settings, example_inputs, device)
         flats = flat_parameters(model, units, F, settings.mixed_precision)
         passes.check_complete(passes.pipeline(settings), settings)
         if ranks is None:
             world = world or VirtualWorld(F, device=device)
             world.check_free(device)
-            place = _Place(W, F, held_shards=world.held)
+            place = _Place(W, F, device, held_shards=world.held)
         else:
-            place = _Place(W, F, direct_exchange=_backend(device) == "gloo", ranks=ranks)
+            place = _Place(W, F, device, direct_exchange=_backend(device) == "gloo", ranks=ranks)
         state = _State(model, flats, place, settings)
         if example_inputs is not None:
             state.traced = _trace(model, flats, example_inputs, place, settings)
@@ -313,9 +314,10 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     W = F if W is None else W
     check_factor(F, W)
     prepare(model)
-    units = _units(model, settings, example_inputs)
+    device = _placed(model) or torch.device("cpu")
+    units = _units(model, settings, example_inputs, device)
     flats = flat_parameters(model, units, F, settings.mixed_precision)
-    return _trace(model, flats, example_inputs, _Place(W, F), settings)
+    return _trace(model, flats, example_inputs, _Place(W, F, device), settings)
 
 
 # -- steps of compile
@@ -350,9 +352,14 @@ def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
         )
 
 
+def _placed(model: nn.Module) -> torch.device | None:
+    """Where the model's parameters are, or None if all are on meta."""
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), None)
+
+
 def _device(model: nn.Module) -> torch.device:
-    placed = next((p.device for p in model.parameters() if p.device.type != "meta"), None)
-    if placed is not None:
+    """Where the model is, or is to be made."""
+    if (placed := _placed(model)) is not None:
         return placed
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -403,7 +410,7 @@ def _factor_and_size(F: int | None, mesh: DeviceMesh | None, world: VirtualWorld
     return F, F
 
 
-def _units(model: nn.Module, options: Options, example_inputs: Any) -> list[Unit]:
+def _units(model: nn.Module, options: Options, example_inputs: Any, device: torch.device) -> list[Unit]:
     if not isinstance(options.units, BytesOfFirstUse):
         return partition(model, options.units)
     if example_inputs is None:
@@ -411,7 +418,8 @@ def _units(model: nn.Module, options: Options, example_inputs: Any) -> list[Unit
             "units=BytesOfFirstUse(...) needs example_inputs: the order of first use is read off the graph"
         )
     whole = flat_parameters(model, partition(model, "none"), 1, options.mixed_precision)
-    schedule = _trace(model, whole, example_inputs, _Place(1, 1), Options(mixed_precision=options.mixed_precision))
+    plain = Options(mixed_precision=options.mixed_precision)
+    schedule = _trace(model, whole, example_inputs, _Place(1, 1, device), plain)
     views = schedule.forward.nodes("param_view")
     first = {v: min(v.users) for v in views if v.users}
     order = [v.meta["fxshard"].fqn for v in sorted(first, key=lambda v: first[v])]
@@ -556,7 +564,7 @@ def _trace(
     """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens."""
     state = _State(model, flats, place, options)
     stand_ins: dict[str, nn.Parameter] = {}
-    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    device = place.device
     for flat in flats.values():
         for spec in flat.parameters:
             piece = torch.empty(0, dtype=flat.param_dtype, device=device)

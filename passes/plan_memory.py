@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxshard.ir import FlatParameter, Phase, Remarks, Schedule, Slot
-from fxshard.ir.layout import ALIGNMENT_BYTES
+from fxshard.ir.layout import aligned
 from fxshard.ir.schedule import bytes_text, info
 from fxshard.passes.base import Pass
 
@@ -68,21 +68,17 @@ def _is_gathered(node: fx.Node) -> bool:
     return found.kind == "all_gather" or (found.kind == "cast_shard" and found.queue == "compute")
 
 
-def _aligned(num_bytes: int) -> int:
-    return math.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def reduce_bytes(schedule: Schedule, flat: FlatParameter) -> tuple[int, int]:
     """Bytes of a ReduceScatter's output (held * S,) and of its staging: the chunks of the other ranks."""
     output = schedule.held_shards * flat.shard_numel * schedule.reduced_dtype(flat).itemsize
     staging = (flat.F - 1) * flat.shard_numel * flat.reduce_dtype.itemsize if schedule.direct_exchange else 0
-    return _aligned(output), _aligned(staging)
+    return aligned(output), aligned(staging)
 
 
 def all_reduce_bytes(schedule: Schedule, flat: FlatParameter) -> int:
     """Bytes of an AllReduce's staging: this rank's part of the shard from each other replica."""
     part = math.ceil(flat.shard_numel / schedule.replicas)
-    return _aligned((schedule.replicas - 1) * part * flat.reduce_dtype.itemsize) if schedule.direct_exchange else 0
+    return aligned((schedule.replicas - 1) * part * flat.reduce_dtype.itemsize) if schedule.direct_exchange else 0
 
 
 def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
@@ -91,7 +87,7 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
 
     def add(node: fx.Node, end: fx.Node, num_bytes: int) -> None:
         if num_bytes:
-            buffers.append(_Buffer(node, end, _aligned(num_bytes), position[node], position[end]))
+            buffers.append(_Buffer(node, end, aligned(num_bytes), position[node], position[end]))
 
     for node in phase.graph.nodes:
         found = info(node)

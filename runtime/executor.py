@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxshard.ir import Phase, Schedule, Slot, ops
+from fxshard.ir.layout import aligned
 from fxshard.ir.schedule import info
 from fxshard.ir.specialise import specialise
 from fxshard.parameter import Generation
@@ -445,8 +446,7 @@ class _Binder:
         if not self.schedule.direct_exchange:
             return out, None
         staging_bytes = staging_numel * staging_dtype.itemsize
-        end = slot.offset + slot.num_bytes
-        start = end - -(-staging_bytes // 16) * 16
+        start = slot.offset + aligned(numel * dtype.itemsize)
         return out, self.executor.arena[start : start + staging_bytes].view(staging_dtype)
 
     def _all_reduce(self, node: fx.Node) -> Callable[..., Any]:

@@ -128,6 +128,11 @@ class FlatParameter:
                 yield Piece(index, 0, 0, 0)
 
 
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT_BYTES`."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape and stride covers its memory exactly once (any order of dims)."""
     if math.prod(shape) <= 1:
