@@ -35,7 +35,7 @@ from fxshard.runtime import (
     VirtualWorld,
     World,
 )
-from fxshard.sharding import become, cast_buffers, shard
+from fxshard.sharding import cast_buffers, shard
 from fxshard.units import BytesOfFirstUse, Unit, flat_parameters, partition, units_by_bytes
 
 _STATE = "_fxshard"
@@ -68,7 +68,10 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """The module with plain, whole parameters, for code that needs them. A collective; changes are not kept."""
+        """The module with plain, whole parameters without gradients, whose forward runs uncaptured; changes are not kept.
+
+        A collective: every rank enters, and holds the whole model inside.
+        """
         state = _state(self)
         with state.plain_parameters():
             yield self  # type: ignore[misc]
@@ -109,11 +112,7 @@ class _State:
         """A forward that was set on the module itself, not on its class."""
         self.run: Callable[..., Any]
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
-        self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
-        """Buffers as they were before they were put into another dtype."""
         self.plain = False
-        self.agreed = False
-        """Whether this rank has told the others how its first capture went."""
 
     @property
     def module(self) -> nn.Module:
@@ -157,40 +156,17 @@ class _State:
         text = "\n".join(schedule.skeleton())
         ranks = self.place.ranks
         if ranks is not None and text not in self.skeletons:
-            self.agreed = True
             what = "ranks captured different communication, and must run the same model code"
             ranks.agree("skeleton", text, self.options.timeout_s, what)
             self.skeletons.add(text)
 
-    def give_up(self, error: Exception) -> bool:
-        """After a failed first capture: tell the other ranks, who fail too, and make the module what it was before.
-
-        False, and nothing done, if the model has run already, or if ranks are missing without which it cannot be made
-        whole: it stays sharded.
-        """
-        if self.programs or (isinstance(error, AgreementError) and error.absent):
-            return False
-        if self.place.ranks is not None and not self.agreed:
-            self.agreed = True
+    def tell(self, error: Exception) -> None:
+        """After a failed capture, before any was agreed on: the other ranks need not wait for this one."""
+        if self.place.ranks is not None and not self.skeletons and not isinstance(error, AgreementError):
             self.place.ranks.fail("skeleton", error)
-        module = self.module
-        for storage in self.storages.values():
-            for spec in storage.flat.parameters:
-                piece: Any = storage.parameters[spec.fqn]
-                with torch.no_grad():
-                    whole = nn.Parameter(piece.full_tensor(), requires_grad=piece.requires_grad)
-                if not become(piece, whole):
-                    for owner in module.modules():
-                        for name, p in owner._parameters.items():
-                            if p is piece:
-                                owner._parameters[name] = whole
-        for table, name, buffer in self.buffers:
-            table[name] = buffer
-        module.__class__ = self.original_class
-        if self.own_forward is not None:
-            module.forward = self.own_forward
-        del module.__dict__[_STATE]
-        return True
+
+    def foreign(self, tensor: Tensor) -> str | None:
+        return next((name for name, p in self.module.named_parameters() if p is tensor), None)
 
     # -- for the user
 
@@ -220,11 +196,11 @@ class _State:
         places = [(d, n, p) for m in self.module.modules() for d in (m._parameters,) for n, p in d.items() if p in full]
         for d, n, p in places:
             d[n] = full[p]
-        self.plain = True
+        before, self.plain = self.plain, True
         try:
             yield
         finally:
-            self.plain = False
+            self.plain = before
             for d, n, p in places:
                 d[n] = p
 
@@ -293,7 +269,7 @@ def compile(
     home: World = world or (GlooWorld(F, mesh) if _backend(device) == "gloo" else NcclWorld(F, device, mesh))
     generation = Generation()
     state.storages = shard(model, flats, home, settings, init, generation)
-    state.buffers = cast_buffers(model, settings.mixed_precision.buffers)
+    cast_buffers(model, settings.mixed_precision.buffers)
     if world is not None:
         world.attach(model)
     state.executor = Executor(state.storages, home, generation, debug=settings.debug)
@@ -345,6 +321,8 @@ def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
     if len(kinds) > 1:
         raise ValueError(f"parameters are on several devices ({', '.join(sorted(kinds))}); move the model to one")
     hooked = [n for n, p in model.named_parameters() if torch_private.gradient_hooks(p)[0]]
+    if init is not None and not callable(init):
+        raise TypeError(f"init={init!r}: a function of a module was expected")
     if hooked:
         raise ValueError(
             f"parameters have tensor hooks ({', '.join(hooked[:4])}): sharded gradients do not pass through autograd. "
@@ -530,14 +508,13 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
             with torch_private.while_capturing():
                 outputs = captured(*args, **kwargs)
         except torch_private.CAPTURE_FAILURES as error:
-            failure = capture_error(error, reference())
+            failure = capture_error(error, reference(), sharded=True)
             failure.__cause__ = error
         finally:
             for table, name, master, _ in handles:
                 table[name] = master
         if failure is not None:
-            if state.give_up(failure):
-                failure.add_note("The model is plain again, as before fxshard.compile: it is NOT sharded any more")
+            state.tell(failure)
             raise failure
         if type(outputs) is not torch.Tensor:
             for leaf in torch_private.pytree.tree_leaves(outputs):
@@ -593,7 +570,7 @@ def _trace(
             captured(*args, **kwargs)
     except torch_private.CAPTURE_FAILURES as error:
         if not state.captured:
-            raise capture_error(error, model) from error
+            raise capture_error(error, model, sharded=False) from error
     finally:
         for table, name, p in saved:
             table[name] = p

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -87,9 +87,6 @@ class ShardedParameter(torch.Tensor):
     Attributes: `local` (length,) the piece; `binding` where it belongs (None while tracing); `is_state` True for
     gradients and optimizer state, whose changes do not count as changes of the parameter.
     """
-
-    OWN: ClassVar = frozenset({"local", "binding", "fqn", "is_state", "is_parameter"})
-    """What an instance holds for itself; anything else on it is the user's."""
 
     local: Tensor
     binding: Binding | None
@@ -278,13 +275,22 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[S
     return found
 
 
+def _check_together(func: Any, first: ShardedParameter, other: ShardedParameter) -> None:
+    """Refuse unless element i of one piece belongs to element i of the other."""
+    if other.binding is first.binding and other.binding is not None:
+        return
+    if other.shape != first.shape:
+        _refuse(first, f"{func} together with '{other.fqn}' of shape {tuple(other.shape)}")
+    if any(n > 1 and a != b for n, a, b in zip(first.shape, first.stride(), other.stride())):
+        _refuse(first, f"{func} together with '{other.fqn}' of stride {other.stride()}, not {first.stride()},")
+    if other._place() != first._place():
+        _refuse(first, f"{func} together with '{other.fqn}', of which another part is held here,")
+
+
 def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def piece(x: Any) -> Any:
         if isinstance(x, ShardedParameter):
-            if x.shape != first.shape:
-                _refuse(first, f"{func} together with '{x.fqn}' of shape {tuple(x.shape)}")
-            if x.binding is not first.binding and x._place() != first._place():
-                _refuse(first, f"{func} together with '{x.fqn}', of which another part is held here,")
+            _check_together(func, first, x)
             return x.local
         if isinstance(x, Tensor) and x.dim() > 0:
             return first.piece_of(x)
@@ -299,6 +305,8 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
     if not written and isinstance(args[0], Tensor) and not isinstance(args[0], ShardedParameter) and name.endswith("_"):
         _refuse(first, f"{func} into a plain tensor")
     out = func(*pytree.tree_map(piece, args), **pytree.tree_map(piece, kwargs))
+    if not isinstance(out, Tensor):
+        _refuse(first, func)  # one answer about all elements
     if written:
         _changed(written)
         return args[0]
@@ -314,6 +322,11 @@ def _on_lists(
     ]
     if name in _REDUCING or any(x.dim() > 0 for x in plain):
         _refuse(leaves[0], f"{func}{'' if name in _REDUCING else ' together with plain tensors'}")
+    lists = [a for a in args if isinstance(a, (list, tuple)) and len(a) == len(args[0])]
+    for column in zip(*lists):
+        members = [x for x in column if isinstance(x, ShardedParameter)]
+        for other in members[1:]:
+            _check_together(func, members[0], other)
     out = func(*pytree.tree_map(_local, args), **pytree.tree_map(_local, kwargs))
     _changed(_written(func, args, kwargs))
     if not func._schema.returns:
@@ -357,7 +370,7 @@ def _norm(func: Any, first: ShardedParameter, args: tuple[Any, ...], kwargs: dic
 
 
 def _foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """One reduction a dtype for the whole list."""
+    """One reduction for all members of a dtype and a shard group."""
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -368,10 +381,11 @@ def _foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
     result = [
         None if isinstance(t, ShardedParameter) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
     ]
-    dtypes = {tensors[i].dtype for i in sharded}
-    for kind in sorted(dtypes, key=str):
-        members = [i for i in sharded if tensors[i].dtype == kind]
+    groups: dict[Any, list[int]] = {}  # in the order of the list, which is the same on all ranks
+    for i in sharded:
+        groups.setdefault((tensors[i].dtype, tensors[i]._bound("a norm").reduce), []).append(i)
+    for (_, reduce), members in groups.items():
         partials = torch.stack([_piece_norm(tensors[i].local, order, dtype) for i in members])
-        for i, value in zip(members, _combine(partials, order, first._bound("a norm").reduce).unbind()):
+        for i, value in zip(members, _combine(partials, order, reduce).unbind()):
             result[i] = value
     return result  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxshard.capture import torch_private
 from fxshard.ir import FlatParameter
 from fxshard.options import InitFunction, Options
-from fxshard.parameter import Generation, ShardedParameter
+from fxshard.parameter import Generation
 from fxshard.runtime import FlatStorage, World
 
 
@@ -54,7 +54,7 @@ def shard(
             module, name = owners[spec.fqn]
             original = module._parameters[name]
             assert original is not None
-            if become(original, piece):
+            if _become(original, piece):
                 storage.parameters[spec.fqn] = original
             else:
                 replaced.append(spec.fqn)
@@ -73,26 +73,22 @@ def shard(
     return storages
 
 
-def cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Put floating buffers into `dtype`; returns what was there, as (table, name, buffer)."""
-    before = [
-        (module._buffers, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if dtype is not None and buffer is not None and buffer.is_floating_point()
-    ]
-    for table, name, buffer in before:
-        table[name] = buffer.to(dtype)
-    return before
+def cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Put floating buffers into `dtype` (None leaves them); one that several modules share stays one."""
+    if dtype is None:
+        return
+    cast: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = cast.setdefault(buffer, buffer.to(dtype))
 
 
-def become(original: Any, piece: nn.Parameter) -> bool:
+def _become(original: nn.Parameter, piece: nn.Parameter) -> bool:
     """Turn `original` into `piece`, keeping the object and what the user put on it; False if weakly referenced."""
     for key, value in original.__dict__.items():
-        if key not in ShardedParameter.OWN:
-            piece.__dict__.setdefault(key, value)
-    binding = original.binding if isinstance(original, ShardedParameter) else None
-    hooks = torch_private.gradient_hooks(original)[1] if binding is None else binding.hooks
+        piece.__dict__.setdefault(key, value)
+    _, hooks = torch_private.gradient_hooks(original)
     for hook in hooks.values():
         piece.register_post_accumulate_grad_hook(hook)
     hooks.clear()

@@ -165,7 +165,8 @@ def partition(model: nn.Module, units: UnitsOption) -> list[Unit]:
                 stacklevel=4,
             )
         elif units != "none":
-            raise ValueError(f"units={units!r}: no parameter belongs to {', '.join(modules[:4])} alone")
+            named = f"no parameter belongs to {', '.join(modules[:4])} alone" if modules else "it names no module"
+            raise ValueError(f"units={units!r}: {named}; 'none' makes everything one unit")
     return list(result.values())
 
 

@@ -62,7 +62,10 @@ def pipeline(options: Options) -> list[Pass]:
     if extra is None:
         return passes
     if callable(extra):
-        passes = list(extra(passes))
+        made = extra(passes)
+        if not isinstance(made, (list, tuple)):
+            raise TypeError(f"passes={extra!r} returned {made!r}: a list of passes was expected")
+        passes = list(made)
     elif isinstance(extra, Sequence):
         passes[-1:-1] = list(extra)
     for p in passes:

@@ -37,7 +37,8 @@ class ControlPlane:
     def agree(self, topic: str, text: str, timeout_s: float, what: str) -> None:
         """Compare a text with all other ranks'.
 
-        Raises AgreementError, with `what` in front, if they differ, if a rank failed, or if some do not come in time.
+        Raises AgreementError, with `what` in front, if they differ or a rank failed; also if some do not come in time, and
+        on those if they come after all.
         """
         prefix = self.tell(topic, text)
         keys = [f"{prefix}/{r}" for r in range(self.W)]
@@ -50,7 +51,13 @@ class ControlPlane:
                 f"{', '.join(map(str, absent))} to compare '{topic}', in vain. Look at their output first"
             )
             late.absent = absent
+            self.store.set(f"{prefix}/given up", str(self.rank))
             raise late from error
+        if self.store.check([f"{prefix}/given up"]):
+            other = self.store.get(f"{prefix}/given up").decode()
+            raise AgreementError(
+                f"rank {self.rank} came to compare '{topic}' when rank {other} had given up waiting for it"
+            )
         texts = [json.loads(self.store.get(key)) for key in keys]
         for rank, other in enumerate(texts):
             if other.startswith(_FAILED):

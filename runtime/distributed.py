@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxshard.capture import torch_private
 from fxshard.ir import FlatParameter
 from fxshard.options import check_factor
 from fxshard.runtime.direct import DirectGroup
@@ -35,7 +37,8 @@ class DistributedWorld(World):
         else:
             grid = [[replica * self.F + s for s in range(self.F)] for replica in range(self.W // self.F)]
         self.grid = grid
-        self.control = dist.new_group(backend="gloo")
+        timeout = torch_private.default_timeout(device)
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
         row, column = next((i, r.index(self.rank)) for i, r in enumerate(grid) if self.rank in r)
         self.replica_rank, self.shard_rank = row, column
         self.shard_ranks = grid[row]
@@ -43,8 +46,8 @@ class DistributedWorld(World):
         if mesh is not None:
             self.shard_group, self.replica_group = mesh.get_group(1), mesh.get_group(0)
         else:
-            self.shard_group = _own_group(grid, self.rank)
-            self.replica_group = _own_group([list(c) for c in zip(*grid)], self.rank)
+            self.shard_group = _own_group(grid, self.rank, timeout)
+            self.replica_group = _own_group([list(c) for c in zip(*grid)], self.rank, timeout)
 
     def _check_mesh(self, mesh: DeviceMesh) -> int:
         if mesh.ndim != 2 or mesh.size() != self.W:
@@ -88,7 +91,10 @@ class DistributedWorld(World):
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         if tensor.numel():
-            dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor, src=0)
+            whole = tensor.contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
     def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         vector = torch.tensor(flags, dtype=torch.uint8)
@@ -101,11 +107,11 @@ class DistributedWorld(World):
         return answer
 
 
-def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+def _own_group(groups: list[list[int]], rank: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """Make every group (all ranks must take part in each) and return the one `rank` is in."""
     mine = None
     for ranks in groups:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
             mine = group
     assert mine is not None

@@ -30,16 +30,6 @@ from fxshard.runtime.streams import QUEUES, CudaStreams, Streams
 from fxshard.runtime.world import Pending, World
 
 
-class Call:
-    """One forward under way: what its backward needs to know. Alive as long as its backward may come."""
-
-    __slots__ = ("generation", "released")
-
-    def __init__(self, generation: int):
-        self.generation = generation
-        self.released = False
-
-
 class Executor:
     """Memory, streams and collectives of one model on this process; programs are made for its schedules."""
 
@@ -105,12 +95,6 @@ class Executor:
         assert num_bytes <= slot.num_bytes, f"{num_bytes} bytes asked of a slot of {slot.num_bytes}"
         return self.arena[slot.offset : slot.offset + num_bytes].view(dtype)
 
-    def gather_now(self, flat: str) -> None:
-        """Fill a resident buffer outside the schedule (a second backward over a retained graph)."""
-        storage = self.storages[flat]
-        shard = storage.shard.to(storage.flat.param_dtype)
-        self.resident(flat).copy_(self.world.gather_flat(storage.flat, shard) if storage.flat.F > 1 else shard)
-
 
 class Program:
     """A schedule made runnable. Backward is lowered once for each set of outputs that got a gradient."""
@@ -119,7 +103,6 @@ class Program:
         self.executor, self.schedule, self.root = executor, schedule, root
         self._forward: Lowered | None = None
         self._backward: dict[tuple[bool, ...], Lowered] = {}
-        self._call: Call | None = None
 
     def unbind(self) -> None:
         """Forget lowered code: buffers have moved or are to be observed."""
@@ -155,31 +138,25 @@ class Program:
 
     # -- one call
 
-    def begin_call(self) -> Call:
-        return Call(self.executor.generation.value)
+    def begin_call(self) -> int:
+        """What `begin_backward` of this call is to be given: the generation of the parameters."""
+        return self.executor.generation.value
 
-    def begin_backward(self, call: Call, skipped: frozenset[str] = frozenset()) -> None:
+    def begin_backward(self, generation: int, skipped: frozenset[str] = frozenset()) -> None:
         """Called right before `backward`; `skipped` names parameters this backward is not asked to accumulate into."""
         if torch.is_grad_enabled():
             raise RuntimeError("double backward (create_graph=True) through a sharded model is not supported")
-        if call.generation != self.executor.generation.value:
+        if generation != self.executor.generation.value:
             raise RuntimeError(
                 "parameters changed between forward and backward (an optimizer step, a load or an in-place edit): the "
                 "gradient would mix old activations with new weights. Run forward again"
             )
-        self._call = call
         self.executor.skipped = skipped
 
     def forward(self, arguments: list[Any]) -> Sequence[Any]:
         return self._run("forward", self._forward_code(), arguments)
 
     def backward(self, arguments: list[Any], given: tuple[bool, ...]) -> Sequence[Any]:
-        call, self._call = self._call, None
-        assert call is not None, "backward without its pre-hook"
-        if call.released:
-            for flat in self.schedule.resident:
-                self.executor.gather_now(flat)
-        call.released = True
         return self._run("backward", self._backward_code(given), arguments)
 
     def _run(self, name: str, code: Lowered, arguments: list[Any]) -> Sequence[Any]:

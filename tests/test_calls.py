@@ -286,6 +286,34 @@ def test_residents_of_two_calls():
     assert differences(plain, sharded) == []
 
 
+def test_whole_parameters_inside_one_another():
+    plain, sharded = pair(Framed)
+    with sharded.unsharded():
+        with sharded.unsharded():
+            pass
+        assert identical(plain(batches(1)[0]), sharded(batches(1)[0])) and sharded.schedules == []
+    assert all(isinstance(p, fxshard.ShardedParameter) for p in sharded.parameters())
+    train_both(plain, sharded, batches(2))
+
+
+def test_buffers_that_are_shared_stay_so_in_another_dtype():
+    class Shares(Framed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+            self.layers[0].register_buffer("calls", self.calls)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            self.layers[0].calls.add_(1)
+            return super().forward(x)
+
+    _, sharded = pair(Shares, mixed_precision=fxshard.MixedPrecision(buffers=torch.float32))
+    sharded(batches(1)[0])
+    assert sharded.calls is sharded.layers[0].calls and sharded.calls.dtype == torch.float32
+    assert float(sharded.calls) == 2.0
+
+
 def test_a_model_that_is_gone_leaves_nothing():
     _, sharded = pair(Framed)
     sharded(batches(1)[0]).sum().backward()

@@ -6,7 +6,7 @@ from torch import nn
 
 import fxshard
 from fxshard import errors
-from tests.capture.compare import Chain, Framed, batches, pair
+from tests.capture.compare import Chain, Framed, batches, full, pair, train_both
 
 
 @pytest.mark.parametrize("name", ["CaptureError", "ScheduleError", "PassError", "AgreementError"])
@@ -119,28 +119,58 @@ def test_a_throttled_gather_used_too_early_is_told_with_the_users_line():
         fxshard.trace(Framed(), (batches(1)[0],), F=2, passes=[Late()])
 
 
-def test_after_a_failed_first_call_the_model_has_what_the_user_put_on_it():
+def test_a_failed_first_call_leaves_the_model_sharded_and_usable():
+    """A loop that skips a bad batch goes on training what its optimizer holds."""
+
     class Prints(Framed):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.ones(1))
+        prints = True
 
         def forward(self, x):
-            print(float(x.sum()))
-            return super().forward(x) * self.scale
+            if self.prints:
+                print(float(x.sum()))
+            return super().forward(x)
 
-    model = Prints()
-    weight, seen = model.head.weight, []
-    weight.group = "decay"
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
-    fxshard.compile(model, F=2, mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16, buffers=torch.bfloat16))
-    with pytest.raises(fxshard.CaptureError) as caught:
+    plain, model = pair(Prints)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        fxshard.CaptureError, match=r"test_errors.py:\d+ in forward\n.*model.unsharded\(\).*stays sharded"
+    ):
         model(batches(1)[0])
-    assert "plain again" in caught.value.__notes__[0]
-    assert model.head.weight is weight and type(weight) is nn.Parameter and weight.__dict__ == {"group": "decay"}
-    assert model.scale.dtype == torch.float32 and type(model) is Prints
+    with pytest.raises(fxshard.CaptureError, match="captured whole"):
+        model(torch.ones(2, 5))
+    with model.unsharded():
+        assert torch.equal(model(batches(1)[0]), plain(batches(1)[0]))
+    plain.prints = model.prints = False
+    assert all(isinstance(p, fxshard.ShardedParameter) for p in optimizer.param_groups[0]["params"])
+    train_both(plain, model, batches(2))
+
+
+def test_parameters_put_into_a_compiled_model_are_refused_by_name():
+    """Their gradients would stay each rank's own."""
+    _, model = pair(Framed)
     model(batches(1)[0]).sum().backward()
-    assert seen == [weight]
+    head = model.head
+    model.head = nn.Linear(8, 5)
+    with pytest.raises(fxshard.CaptureError, match=r"'head.weight' is not sharded: it was put into the model after"):
+        model(batches(1)[0])
+    model.head = head
+    model(batches(1)[0])
+    plain = {name: full(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(plain, assign=True)
+    with pytest.raises(fxshard.CaptureError, match=r"'embed.weight' is not sharded.*assign=False"):
+        model(batches(1)[0])
+
+
+def test_parameters_given_to_forward_are_no_parameters_of_the_model():
+    class Scaled(Framed):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    plain, model = pair(Scaled)
+    scales = [nn.Parameter(torch.full((5,), 2.0)) for _ in range(2)]
+    for m, scale in zip((plain, model), scales):
+        m(batches(1)[0], scale).square().mean().backward()
+    assert torch.equal(scales[0].grad, scales[1].grad)
 
 
 def test_a_lost_position_is_no_half_sharded_model():

@@ -151,6 +151,16 @@ def test_what_is_no_module_is_refused(thing):
         fxshard.trace(thing, (batches(1)[0],), F=2)
 
 
+def test_a_callable_that_returns_no_passes():
+    with pytest.raises(TypeError, match=r"passes=.* returned None: a list of passes was expected"):
+        fxshard.trace(Framed(), (batches(1)[0],), F=2, passes=lambda passes: None)
+
+
+def test_an_init_that_is_no_function():
+    with pytest.raises(TypeError, match="init=3: a function of a module"):
+        fxshard.compile(Framed(), F=2, init=3)
+
+
 def test_a_pass_class_in_place_of_a_pass():
     with pytest.raises(TypeError, match="a list of passes"):
         fxshard.trace(Framed(), (batches(1)[0],), F=2, passes=fxshard.passes.InsertFrees)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
+from fxshard.parameter import Binding, Generation
 from tests.capture.compare import Framed, batches, differences, full, identical, pair, train_both
 
 
@@ -307,9 +309,40 @@ def test_two_parameters_of_different_shape_do_not_mix():
         sharded.odd * sharded.gain
 
 
-def test_two_parameters_of_one_shape_in_different_places_do_not_mix_silently():
-    """Their pieces may start at different elements: the sum is right or refused."""
+def piece(local: Tensor, start: int, shape: tuple[int, ...], stride: tuple[int, ...], name: str):
+    """A part of a parameter as a rank of a larger world holds it."""
+    binding = Binding(
+        name, math.prod(shape), start, local.numel(), Generation(), torch.clone, lambda values, op: values
+    )
+    return fxshard.ShardedParameter(local, shape, stride, name, binding)
 
+
+TOGETHER = {
+    "add": lambda a, b: a + b,
+    "add_": lambda a, b: a.add_(b),
+    "copy_": lambda a, b: a.copy_(b),
+    "lerp_": lambda a, b: a.lerp_(b, 0.5),
+    "foreach_add_": lambda a, b: torch._foreach_add_([a], [b]),
+    "foreach_lerp_": lambda a, b: torch._foreach_lerp_([a], [b], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_pieces_of_different_elements_do_not_mix(name):
+    """Of another place, another order of elements, or another shape: never element by element."""
+    first = piece(torch.ones(4), 0, (2, 4), (4, 1), "first")
+    for other, why in (
+        (piece(torch.ones(4), 4, (2, 4), (4, 1), "second"), "another part"),
+        (piece(torch.ones(4), 0, (2, 4), (1, 2), "second"), "stride"),
+        (piece(torch.ones(4), 0, (4, 2), (2, 1), "second"), "shape"),
+    ):
+        with pytest.raises(RuntimeError, match=f"'first' is sharded.*together with 'second'.*{why}"):
+            TOGETHER[name](first, other)
+    same = piece(torch.full((4,), 3.0), 0, (2, 4), (4, 1), "second")
+    TOGETHER[name](first, same)
+
+
+def test_two_parameters_of_one_shape_add_up():
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -318,9 +351,15 @@ def test_two_parameters_of_one_shape_in_different_places_do_not_mix_silently():
         def forward(self, x: Tensor) -> Tensor:
             return x * self.a * self.b + self.shift.sum()
 
-    plain, sharded = pair(Two, 4)
+    plain, sharded = pair(Two, 4, units="none")
     with torch.no_grad():
         assert identical((plain.a + plain.b), full(sharded.a + sharded.b))
+
+
+def test_one_answer_about_all_elements_is_refused():
+    _, sharded = sharded_ragged()
+    with pytest.raises(RuntimeError, match=r"'odd' is sharded and was used by aten\.equal"):
+        torch.equal(sharded.odd, sharded.odd)
 
 
 def test_pickle_and_deepcopy_say_what_to_do():

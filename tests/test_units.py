@@ -209,6 +209,7 @@ def test_a_wrong_number_of_bytes_is_refused(num_bytes):
         (lambda module: True, TypeError, r"called with \(name, module\): too many positional"),
         (lambda name, module: name == "haed", ValueError, r"chose none of the \d+ modules"),
         (nn.Dropout, ValueError, "no parameter belongs to drop alone"),
+        ([], ValueError, r"units=\[\]: it names no module"),
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxshard.capture import torch_private
 from fxshard.capture.build import Captured, build_phases
+from fxshard.errors import CaptureError
 from fxshard.ir.layout import FlatParameter
 from fxshard.ir.schedule import Schedule, info
 from fxshard.parameter import ShardedParameter
@@ -41,6 +42,9 @@ class Host(Protocol):
 
     flats: dict[str, FlatParameter]
 
+    def foreign(self, tensor: torch.Tensor) -> str | None:
+        """The name of a parameter of the model, None for any other tensor."""
+
     def schedule(self, captured: Captured) -> Schedule: ...
 
     def program(self, schedule: Schedule, root: torch.nn.Module) -> Program: ...
@@ -57,6 +61,8 @@ class CaptureBackend:
         values = [n.meta.get("example_value") for n in placeholders]
         fake_mode = torch_private.detect_fake_mode(values)
         assert fake_mode is not None, "Dynamo always traces with fake tensors"
+        host = self.host()
+        assert host is not None, "the model is gone"
         names: dict[int, str] = {}
         plain: list[Any] = []
         for i, (value, example) in enumerate(zip(values, examples)):
@@ -64,10 +70,14 @@ class CaptureBackend:
                 names[i] = example.fqn
                 whole = torch_private.plain_fake(fake_mode, value if isinstance(value, torch.Tensor) else example)
                 plain.append(whole.requires_grad_(example.requires_grad))
+            elif isinstance(example, torch.nn.Parameter) and (name := host.foreign(example)) is not None:
+                raise CaptureError(
+                    f"parameter '{name}' is not sharded: it was put into the model after fxshard.compile (a new module, or "
+                    "load_state_dict(assign=True)), and its gradient would stay this rank's own. Change the model before "
+                    "fxshard.compile, and load with assign=False"
+                )
             else:
                 plain.append(example)
-        host = self.host()
-        assert host is not None, "the model is gone"
         call = _Compiled(host, names)
         function = torch_private.aot(
             graph_module, plain, call.forward_compiler, call.backward_compiler, call.inference_compiler, call.partition

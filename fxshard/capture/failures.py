@@ -12,7 +12,7 @@ from fxshard.capture.torch_private import FailOnRecompileLimitHit, recompile_lim
 from fxshard.errors import CaptureError, FxshardError
 
 
-def capture_error(error: BaseException, model: nn.Module | None) -> Exception:
+def capture_error(error: BaseException, model: nn.Module | None, sharded: bool) -> Exception:
     """The error to raise for a failed capture: our own if one of ours caused it, else a CaptureError."""
     cause: BaseException | None = error
     while cause is not None:
@@ -26,14 +26,19 @@ def capture_error(error: BaseException, model: nn.Module | None) -> Exception:
             "value or the number of dimensions of an input is new at each call. Torch's warning ('last reason') says which.\n"
             "  to do   keep it the same, pass it as a tensor, or raise torch._dynamo.config.recompile_limit"
         )
+    plainly = (
+        "call it in `with model.unsharded():` (the model stays sharded)"
+        if sharded
+        else "call the model without fxshard"
+    )
     text = str(error)
     where = _where(error, text)
     reason = _reason(text)
     return CaptureError(
         f"forward of {name} could not be captured whole: {reason}\n"
         f"  where   {where}\n"
-        "  to do   call the model without fxshard: what fails there too is a fault of the call. Otherwise move this out of "
-        "forward, or compile with fullgraph=False"
+        f"  to do   {plainly}: what fails there too is a fault of the call. Otherwise move this out of forward, "
+        "or compile with fullgraph=False"
     )
 
 

@@ -5,6 +5,7 @@ Not here: `_parameters` and `_buffers` of modules and `_schema` of operators, wh
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import logging
@@ -36,6 +37,7 @@ __all__ = [
     "backward_node",
     "default_partition",
     "default_store",
+    "default_timeout",
     "detect_fake_mode",
     "gradient_hooks",
     "is_tangent",
@@ -211,6 +213,11 @@ def wrapper_subclass(
 def default_store() -> dist.Store:
     """The store of the default process group: the control plane of ranks that may not all be in a collective."""
     return dist.distributed_c10d._get_default_store()
+
+
+def default_timeout(device: torch.device) -> datetime.timedelta:
+    """The timeout the default process group was made with, for this device; a new group has torch's own else."""
+    return dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
 
 
 def storage_uses(tensor: torch.Tensor) -> int:

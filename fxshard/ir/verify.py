@@ -55,6 +55,25 @@ def one_wait_for_each_issue(schedule: Schedule, phase: Phase) -> list[Problem]:
     return problems
 
 
+def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """A view shows its parameter's place in the FlatParameter, of which it reads the gathered buffer."""
+    problems = []
+    for flat in schedule.flats.values():
+        layout = {p.fqn: (offset, p.shape, p.stride) for p, offset in zip(flat.parameters, flat.offsets)}
+        for view in phase.views(flat.name):
+            source, fqn, *place = view.args
+            if tuple(place) != layout.get(str(fqn)):
+                problems.append((view, f"{describe(view)} is at {tuple(place)}, not at {layout.get(str(fqn))}"))
+            while isinstance(source, fx.Node) and source.op != "placeholder":
+                source = source.args[0]
+            if not isinstance(source, fx.Node) or info(source).flat != flat.name:
+                problems.append((view, f"{describe(view)} reads {source}, not what is gathered of '{flat.name}'"))
+        for node in phase.nodes("flatten_grads", flat.name):
+            if node.args[2:] != (flat.offsets, flat.padded_numel):
+                problems.append((node, f"{describe(node)} lays gradients at {node.args[2:]}, not at {flat.offsets}"))
+    return problems
+
+
 def used_only_while_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
     """No memory of a gathered buffer is read after its FREE, through any view; no FREE comes twice."""
     problems = []
@@ -303,6 +322,7 @@ def _needed_until(phase: Phase, node: fx.Node) -> fx.Node:
 RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
     inputs_precede_uses,
     one_wait_for_each_issue,
+    views_are_of_their_own_parameter,
     used_only_while_gathered,
     nothing_leaves_gathered,
     freed_or_resident,

@@ -30,10 +30,14 @@ class Blocks(nn.Module):
         return x.sum()
 
 
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: getattr(p, "full_tensor", p.detach)().clone() for n, p in model.named_parameters()}
+
+
 def outcome(model: nn.Module, act: str, **options: object) -> dict[str, object]:
-    """Compile and run `model`; what was raised, and whether the model is plain and still works."""
+    """Compile and run `model`; what was raised, what the model is then, and whether it still works once it is right."""
     error: Exception | None = None
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = whole(model)
     try:
         fxshard.compile(model, timeout_s=20.0, **options)
         if act == "run":
@@ -41,16 +45,16 @@ def outcome(model: nn.Module, act: str, **options: object) -> dict[str, object]:
     except Exception as caught:
         error = caught
     plain = all(type(p) is nn.Parameter for p in model.parameters())
-    equal = plain and all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    if plain:
-        model.broken = False  # type: ignore[assignment]
-        model(torch.ones(2, 8)).backward()
+    sharded = fxshard.is_compiled(model) and all(isinstance(p, fxshard.ShardedParameter) for p in model.parameters())
+    equal = all(torch.equal(p, before[n]) for n, p in whole(model).items()) if plain or sharded else False
+    model.broken, model.skip = False, 0  # type: ignore[assignment]
+    model(torch.ones(2, 8)).backward()
     return {
         "type": type(error).__name__,
         "text": str(error),
-        "plain": plain,
+        "is": "plain" if plain else "sharded" if sharded else "half-sharded",
         "equal": equal,
-        "class": type(model).__name__,
+        "trains": all(p.grad is not None for p in model.parameters()),
     }
 
 
@@ -83,34 +87,35 @@ def test_different_models(ranks: Ranks) -> None:
     for result in ranks.run(2, different_models):
         assert result["type"] == "AgreementError"
         assert "layers.2" in str(result["text"]) and "nothing was sharded" in str(result["text"])
-        assert result["equal"]
+        assert result["is"] == "plain" and result["equal"] and result["trains"]
 
 
 def test_different_options(ranks: Ranks) -> None:
     for result in ranks.run(2, different_options):
         assert result["type"] == "AgreementError"
         assert "rate_limit=2" in str(result["text"]) and "rate_limit=3" in str(result["text"])
-        assert result["equal"]
+        assert result["is"] == "plain" and result["equal"] and result["trains"]
 
 
 def test_different_communication(ranks: Ranks) -> None:
     for result in ranks.run(2, different_forward):
         assert result["type"] == "AgreementError"
         assert "layers.1" in str(result["text"])
-        assert result["equal"] and result["class"] == "Blocks"
+        assert result["is"] == "sharded" and result["equal"] and result["trains"]
 
 
 def test_one_rank_cannot_capture(ranks: Ranks) -> None:
     first, second = ranks.run(2, one_cannot_capture)
     assert first["type"] == "AgreementError" and "rank 1 failed with CaptureError" in str(first["text"])
     assert second["type"] == "CaptureError" and "test_agreement.py" in str(second["text"])
-    assert first["equal"] and second["equal"]
+    for result in (first, second):
+        assert result["is"] == "sharded" and result["equal"] and result["trains"]
 
 
 def test_no_rank_can_capture(ranks: Ranks) -> None:
     for result in ranks.run(2, none_can_capture):
         assert result["type"] == "CaptureError" and "test_agreement.py" in str(result["text"])
-        assert result["equal"]
+        assert result["is"] == "sharded" and result["equal"] and result["trains"]
 
 
 def one_is_refused(options: dict[str, object]) -> dict[str, object]:
@@ -139,22 +144,55 @@ def test_what_one_rank_alone_refuses_is_told_to_all_before_anything_is_sharded(
     assert second["type"] == error and text in str(second["text"])
     assert first["type"] == "AgreementError" and f"rank 1 failed with {error}" in str(first["text"])
     assert text in str(first["text"]) and "nothing was sharded" in str(first["text"])
-    assert first["equal"] and second["equal"]
+    assert first["is"] == second["is"] == "plain" and first["equal"] and second["equal"]
 
 
-def one_never_comes() -> str:
+def one_comes_late() -> list[str]:
+    """Rank 1 gets to its first call only after rank 0 has given up; then both try again."""
     model = fxshard.compile(Blocks(), timeout_s=2.0)
+    texts = []
     if dist.get_rank() == 1:
-        return ""
+        time.sleep(3.0)
     with pytest.raises(fxshard.AgreementError) as caught:
         model(torch.ones(2, 8))
-    assert caught.value.absent == (1,) and fxshard.is_compiled(model)
+    texts.append(str(caught.value))
+    assert fxshard.is_compiled(model)
+    dist.barrier()
+    model(torch.ones(2, 8)).backward()
+    return texts
+
+
+def test_a_rank_that_comes_late_is_named_and_told_and_both_may_try_again(ranks: Ranks) -> None:
+    (first,), (second,) = ranks.run(2, one_comes_late)
+    assert first == "rank 0 waited 2 s for rank 1 to compare 'skeleton', in vain. Look at their output first"
+    assert second == "rank 1 came to compare 'skeleton' when rank 0 had given up waiting for it"
+
+
+def differs(what: str) -> str:
+    model, other = Blocks(), dist.get_rank() == 1
+    options: dict[str, object] = {}
+    if what == "buffers":
+        model.register_buffer("table", torch.zeros(3 + other))
+    elif what == "init":
+        options["init"] = nn.Module.requires_grad_ if other else None
+    else:
+        options["mesh"] = DeviceMesh("cpu", [[0, 1]]) if other else None
+    with pytest.raises(fxshard.AgreementError) as caught:
+        fxshard.compile(model, **options)
+    assert not fxshard.is_compiled(model)
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
-    text, _ = ranks.run(2, one_never_comes)
-    assert "rank 0 waited 2 s for rank 1 to compare 'skeleton', in vain" in text
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("buffers", "rank 0 has 'buffer table (3,) torch.float32', rank 1 has 'buffer table (4,) torch.float32'"),
+        ("init", "rank 0 has 'init not given', rank 1 has 'init given'"),
+        ("mesh", "rank 0 has 'mesh None', rank 1 has 'mesh [[0, 1]]'"),
+    ],
+)
+def test_what_would_hang_a_collective_is_compared_before(ranks: Ranks, what: str, text: str) -> None:
+    assert all(text in answer for answer in ranks.run(2, differs, what))
 
 
 def wrong_factor(F: int) -> str:

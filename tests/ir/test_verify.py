@@ -272,12 +272,37 @@ def a_throttle_on_the_free_before(s: Schedule) -> None:
 
 BF16 = fxshard.MixedPrecision(param=torch.bfloat16)
 
+
+def a_view_one_further(s: Schedule) -> None:
+    view = s.forward.views("layers.1")[0]
+    view.update_arg(2, view.args[2] + 1)
+
+
+def a_bias_at_the_place_of_its_weight(s: Schedule) -> None:
+    weight, bias = s.forward.views("layers.1")
+    bias.update_arg(2, weight.args[2])
+
+
+def a_gather_of_another_shard(s: Schedule) -> None:
+    gather, other = (only(s, "forward", "all_gather", flat) for flat in ("layers.1", "layers.0"))
+    gather.update_arg(0, other.args[0])
+
+
+def gradients_laid_down_in_another_order(s: Schedule) -> None:
+    node = only(s, "backward", "flatten_grads", "layers.1")
+    node.update_arg(2, tuple(reversed(node.args[2])))
+
+
 MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("inputs_precede_uses", wait_before_its_gather, "layers.1", {}),
     ("inputs_precede_uses", flatten_before_its_gradients, "layers.1", {}),
     ("one_wait_for_each_issue", use_of_a_pending_gather, "layers.1", {}),
     ("one_wait_for_each_issue", reduce_without_a_wait, "layers.1", {}),
     ("one_wait_for_each_issue", two_waits, "layers.1", {}),
+    ("views_are_of_their_own_parameter", a_view_one_further, "layers.1", {}),
+    ("views_are_of_their_own_parameter", a_bias_at_the_place_of_its_weight, "layers.1", {}),
+    ("views_are_of_their_own_parameter", a_gather_of_another_shard, "layers.1", {}),
+    ("views_are_of_their_own_parameter", gradients_laid_down_in_another_order, "layers.1", {}),
     ("used_only_while_gathered", free_before_the_last_use, "layers.1", {}),
     ("used_only_while_gathered", a_view_read_after_the_free, "layers.1", {}),
     ("used_only_while_gathered", two_frees, "layers.1", {}),

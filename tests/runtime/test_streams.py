@@ -9,7 +9,8 @@ import fxshard
 from examples.models import GPT, GPTConfig
 from fxshard.ir.schedule import info
 from fxshard.runtime import VirtualWorld
-from fxshard.runtime.streams import RecordingStreams
+from fxshard.runtime import executor as executors
+from fxshard.runtime.streams import QUEUES, RecordingStreams
 
 
 def train(streams, F, contributors, steps=2, **options):
@@ -120,3 +121,65 @@ def test_a_reused_slot_needs_its_event():
     assert any(a.queue == "compute" and b.queue == "unshard" and b.write for a, b in streams.races(share)), (
         "frees are not what orders slot reuse"
     )
+
+
+class TwoCallers(RecordingStreams):
+    """The compute queue is the caller's stream, and the caller may change streams."""
+
+    def __init__(self):
+        super().__init__()
+        names = (*QUEUES, "other")
+        self.clocks = {q: dict.fromkeys(names, 0) for q in names}
+        self.caller = "compute"
+
+    def _queue(self, queue):
+        return self.caller if queue == "compute" else queue
+
+    def record(self, queue):
+        return super().record(self._queue(queue))
+
+    def wait(self, queue, event):
+        super().wait(self._queue(queue), event)
+
+    def touch(self, queue, buffer, write):
+        super().touch(self._queue(queue), buffer, write)
+
+
+def test_phases_called_on_different_streams_are_ordered():
+    streams = TwoCallers()
+    torch.manual_seed(0)
+    model = fxshard.compile(GPT(GPTConfig(layers=3, width=16, heads=2, vocabulary=32, length=8)), F=4)
+    model.__dict__["_fxshard"].executor.streams = streams
+    tokens = torch.randint(32, (2, 8))
+    for caller in ("compute", "other", "compute"):
+        streams.caller = caller
+        model(tokens=tokens, targets=tokens).backward()
+    assert {a.queue for a in streams.accesses} >= {"compute", "other", "unshard"}
+    assert streams.races(shares_memory(model.schedule)) == []
+
+
+def most_alive_on_the_stream(streams, schedule):
+    """Gathered buffers that may be alive at once when every stream runs as far ahead as events let it."""
+    most = 0
+    for phase in schedule.phases:
+        labels = {f"{phase.name}:{g.name}" for g in phase.all_gathers if schedule.counts(info(g).flat)}
+        ends = {a.buffer: a.time for a in streams.accesses if a.queue == "compute" and a.buffer in labels}
+        issued = []
+        for a in streams.accesses:
+            if a.queue == "unshard" and a.buffer in labels:
+                issued.append(a.buffer)
+                most = max(most, sum(ends[b] > a.clock["compute"] for b in issued))
+    return most
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_throttles_alone_hold_the_stream_to_the_limit(limit, monkeypatch):
+    """The events of reused slots hold it too where buffers are equally large: here they are left out."""
+    monkeypatch.setattr(executors._Binder, "_before", lambda self, node, queue: lambda: None)
+    deep = {"backward_prefetch": 3, "forward_prefetch": 3}
+    streams = RecordingStreams()
+    model = train(streams, 4, 1, steps=1, rate_limit=limit, **deep)
+    assert most_alive_on_the_stream(streams, model.schedule) == limit
+    free = RecordingStreams()
+    model = train(free, 4, 1, steps=1, rate_limit=None, **deep)
+    assert most_alive_on_the_stream(free, model.schedule) > 3
