@@ -9,7 +9,7 @@ Keeps    Values bit for bit.
 Costs    Peak memory: the root's gathered bytes through the whole step (all units' with `everything`).
 Source   FSDP paper, section 3.3.1; `reshard_after_forward` of torch.distributed.fsdp.fully_shard.
 
-Residency belongs to a call: the runtime holds the buffer as long as the call's backward may come. A FlatParameter that
+The runtime holds one buffer for all calls, whose contents are the same until the parameters change. A FlatParameter that
 backward does not read (an embedding) is not kept. A forward-only schedule keeps nothing.
 """
 

@@ -3,9 +3,9 @@
 AOTAutograd hands the backward zeros for an output the loss did not use. Zeros times infinity (a sqrt at 0) is NaN where
 eager never computed anything, and a parameter that eager leaves without gradient would get zeros, and weight decay.
 
-The backward graph is linear in its tangents. So a node all of whose tangent-dependent inputs are known to be absent is
-absent itself; where an absent value meets a present one, an addition takes the present one and any other operator real
-zeros.
+The backward graph is linear in its tangents; a custom autograd.Function may break that, a limit the README states. So a
+node all of whose tangent-dependent inputs are known to be absent is absent itself; where an absent value meets a present
+one, an addition takes the present one and any other operator real zeros.
 """
 
 from __future__ import annotations
