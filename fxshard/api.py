@@ -105,7 +105,6 @@ class _State:
         self.captured: list[Schedule] = []
         self.traced: Schedule | None = None
         """The schedule traced before sharding, where example inputs were given."""
-        self.programs: list[Program] = []
         self.skeletons: set[str] = set()
         self.original_class = type(module)
         self.own_forward: Callable[..., Any] | None = None
@@ -147,9 +146,7 @@ class _State:
         self.captured.append(schedule)
         if self.executor is None:
             raise _Traced
-        program = self.executor.program(schedule, root)
-        self.programs.append(program)
-        return program
+        return self.executor.program(schedule, root)
 
     def agree(self, schedule: Schedule) -> None:
         """Compare a new communication skeleton with the other ranks'; one already agreed on needs nobody."""
@@ -181,7 +178,8 @@ class _State:
 
     def latest_program(self) -> Program:
         schedule = self.latest_schedule()
-        program = next((p for p in self.programs if p.schedule is schedule), None)
+        programs = [] if self.executor is None else self.executor.programs
+        program = next((p for p in programs if p.schedule is schedule), None)
         if program is None:
             raise RuntimeError("the schedule was traced but the model has not run yet: call it once")
         return program
@@ -280,10 +278,11 @@ def compile(
 def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, **options: Any) -> Schedule:
     """The schedule of one training step, without devices, memory or a process group. The model is left as it was.
 
-    `model` may be on the meta device; example_inputs are arguments of forward (tuple or dict), whose values are not
-    read. W: world size, default F. Options as for `compile`; those about running (`debug`, `sync_parameters`,
-    `timeout_s`) change nothing here. The memory plan is of a world whose collectives bring their own staging memory
-    (NCCL); over gloo the arena also holds what is received.
+    `model` may be on the meta device: its parameters take no memory, its buffers and inputs there count as zeros on the
+    CPU. example_inputs are arguments of forward (a tuple, list or dict, or the only one), whose values are not read. W:
+    world size, default F. Options as for `compile`; those about running (`debug`, `sync_parameters`, `timeout_s`) change
+    nothing here. The memory plan is of a world whose collectives bring their own staging memory (NCCL); over gloo the
+    arena also holds what is received.
     """
     settings = Options.from_keywords(options, "fxshard.trace")
     _check_model(model, "fxshard.trace")

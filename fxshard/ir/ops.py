@@ -1,8 +1,8 @@
 """The node kinds of a schedule: plain functions, each with the meaning it has in a world of one rank.
 
-Executing a node means calling the runtime's implementation; these bodies say what that equals for one rank that holds
-everything (F = 1) and brings the only batch. `flat` is always the name of a FlatParameter; its layout and dtypes are in
-`Schedule.flats`.
+Executing a node means calling the runtime's implementation; these bodies say what that equals, dtypes aside, for one
+rank that holds everything (F = 1) and brings the only batch. `flat` is always the name of a FlatParameter; its layout and
+dtypes are in `Schedule.flats`.
 
 | kind | queue | meaning |
 |---|---|---|
