@@ -50,7 +50,7 @@ pictures: $(READY)
 # On a GPU machine PYTHON has torch and nothing is downloaded; a Python without torch gets the checkout's own .venv.
 gpu-check: links
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then python=$(PYTHON); \
-	else $(MAKE) --no-print-directory setup && python=$(CURDIR)/$(BIN)/python; fi && \
+	else $(MAKE) --no-print-directory --silent setup && python=$(CURDIR)/$(BIN)/python; fi && \
 	cd build/links && $$python -m benchmarks.gpu_check $(ARGS)
 
 clean:

@@ -35,8 +35,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="to gather and compute in")
     parser.add_argument("--show", action="store_true", help="print the schedule of a step")
-    parser.add_argument("--render", metavar="FILE", help="draw the schedule of a step")
+    parser.add_argument("--render", metavar="FILE.svg", type=svg, help="draw the schedule of a step")
     return parser.parse_args(argv)
+
+
+def svg(path: str) -> str:
+    if not path.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{path!r}: pictures are .svg")
+    return path
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -104,7 +110,7 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[flo
         )  # fmt: skip
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(title, total=steps, note="starting")
-            yield lambda loss: bar.update(task, advance=1, note=f"loss {loss:.3f}")
+            yield lambda loss: bar.update(task, advance=1, note=f"rank 0's loss {loss:.3f}")
         return
     done = 0
 
@@ -112,7 +118,7 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[flo
         nonlocal done
         done += 1
         if done in (1, steps) or done % max(1, steps // 10) == 0:
-            console.print(f"{title}  step {done} of {steps}  loss {loss:.3f}", highlight=False)
+            console.print(f"{title}  step {done} of {steps}  rank 0's loss {loss:.3f}", highlight=False)
 
     yield line
 

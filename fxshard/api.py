@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -164,6 +165,9 @@ class _State:
 
     def foreign(self, tensor: Tensor) -> str | None:
         return next((name for name, p in self.module.named_parameters() if p is tensor), None)
+
+    def user_forward(self) -> Callable[..., Any]:
+        return self.own_forward or functools.partial(self.original_class.forward, self.module)
 
     # -- for the user
 
@@ -493,8 +497,7 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if state.plain:
-            forward = state.own_forward or functools.partial(state.original_class.forward, reference())
-            return forward(*args, **kwargs)
+            return state.user_forward()(*args, **kwargs)
         if cast_to is not None:
             args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
         for table, name, master, handle in handles:
@@ -507,7 +510,7 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
             with torch_private.while_capturing():
                 outputs = captured(*args, **kwargs)
         except torch_private.CAPTURE_FAILURES as error:
-            failure = capture_error(error, reference(), sharded=True)
+            failure = _wrong_call(state.user_forward(), args, kwargs) or capture_error(error, reference(), sharded=True)
             failure.__cause__ = error
         finally:
             for table, name, master, _ in handles:
@@ -525,6 +528,15 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
         return outputs
 
     return run
+
+
+def _wrong_call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
+    """What Python would have said about arguments that do not fit; Dynamo says it in words of its own."""
+    try:
+        inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return TypeError(f"forward of the model: {error}")
+    return None
 
 
 def _cast_input(x: Any, dtype: torch.dtype) -> Any:

@@ -119,7 +119,7 @@ class Options:
             if f.name in ("debug", "timeout_s", "units", "passes"):
                 continue
             parts.append(f"{f.name}={getattr(self, f.name)!r}")
-        return ", ".join(parts)
+        return "\n".join(parts)
 
 
 COMPUTE = ("eager",)

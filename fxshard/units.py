@@ -112,7 +112,7 @@ def _by_pattern(modules: dict[str, nn.Module], pattern: Any) -> list[str]:
         raise TypeError(f"units holds {pattern!r}: a module class or an FQN pattern was expected")
     found = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not found:
-        close = difflib.get_close_matches(pattern, modules, n=3)
+        close = difflib.get_close_matches(pattern, [*modules, "auto", "none"], n=3)
         hint = f" Close names: {', '.join(close)}" if close else ""
         raise ValueError(f"units={pattern!r} matches no module; alone, 'auto' and 'none' are allowed too.{hint}")
     return found

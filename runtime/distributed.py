@@ -18,6 +18,10 @@ from fxshard.options import check_factor
 from fxshard.runtime.direct import DirectGroup
 from fxshard.runtime.world import DONE, Issue, Pending, World
 
+# torch 2.13 renamed both and warns about the old names; 2.11 has only those.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
 
 class DistributedWorld(World):
     """Ranks of the default process group; groups from a 2-D mesh (replicate, shard), or made here.
@@ -73,9 +77,7 @@ class DistributedWorld(World):
         if self.F == 1:
             full.copy_(part)
         elif part.numel():
-            dist.all_gather_into_tensor(
-                full.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.shard_group
-            )
+            _all_gather(full.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.shard_group)
         return full
 
     def scatter_from_first(self, flat: FlatParameter, full: Tensor) -> Tensor:
@@ -150,7 +152,7 @@ class NcclWorld(DistributedWorld):
 
     def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
         def issue(previous: Any) -> Pending:
-            dist.all_gather_into_tensor(full, shard, group=self.shard_group)
+            _all_gather(full, shard, group=self.shard_group)
             return DONE
 
         return issue
@@ -161,7 +163,7 @@ class NcclWorld(DistributedWorld):
         target = out if same else self.my_part(flat, buffer)
 
         def issue(previous: Any) -> Pending:
-            dist.reduce_scatter_tensor(target, buffer, group=self.shard_group)
+            _reduce_scatter(target, buffer, group=self.shard_group)
             if not same:
                 out.copy_(target)
             return DONE

@@ -161,6 +161,24 @@ def test_parameters_put_into_a_compiled_model_are_refused_by_name():
         model(batches(1)[0])
 
 
+def test_arguments_that_do_not_fit_are_told_as_python_does():
+    _, model = pair(Framed)
+    with pytest.raises(TypeError, match="forward of the model: missing a required argument: 'x'"):
+        model()
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'y'"):
+        model(batches(1)[0], y=1)
+    model(batches(1)[0]).sum().backward()
+
+
+def test_gradients_of_parameters_by_autograd_grad_are_refused():
+    _, model = pair(Framed)
+    loss = model(batches(1)[0]).sum()
+    with pytest.raises(
+        RuntimeError, match=r"autograd.grad cannot ask for parameters of a sharded model.*loss.backward"
+    ):
+        torch.autograd.grad(loss, list(model.parameters()))
+
+
 def test_parameters_given_to_forward_are_no_parameters_of_the_model():
     class Scaled(Framed):
         def forward(self, x, scale):

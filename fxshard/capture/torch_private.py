@@ -142,7 +142,13 @@ def leaf_name(node: Any) -> str | None:
 
 def will_run(node: Any) -> bool:
     """During a backward: whether the engine is going to run this node (not with `inputs=` or autograd.grad of others)."""
-    return torch._C._will_engine_execute_node(node)
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.autograd.grad cannot ask for parameters of a sharded model: their reduced gradients go to .grad, by "
+            "loss.backward()"
+        ) from error
 
 
 def surviving_outputs(node: Any) -> list[int]:

@@ -21,7 +21,9 @@ def schedule_text(schedule: Schedule, level: str = "communication") -> str:
     lines.append("units")
     for flat in schedule.flats.values():
         dtype = str(flat.dtype).removeprefix("torch.")
-        extra = "" if flat.param_dtype == flat.dtype else f" gathered as {str(flat.param_dtype).removeprefix('torch.')}"
+        extra = (
+            "" if flat.param_dtype == flat.dtype else f"  gathered as {str(flat.param_dtype).removeprefix('torch.')}"
+        )
         extra += "  resident" if flat.name in schedule.resident else ""
         extra += "" if flat.requires_grad else "  frozen"
         lines.append(
@@ -51,7 +53,9 @@ def phase_lines(phase: Phase, width: int, every: bool = False) -> list[str]:
         elif every:
             lines += [f"  {'compute':<9}  {'op':<5}  {unit:<{width}}  {n.name} = {describe(n)}" for n in nodes]
         else:
-            lines.append(f"  {'compute':<9}  {word:<5}  {unit:<{width}}  {len(nodes)} operators")
+            lines.append(
+                f"  {'compute':<9}  {word:<5}  {unit:<{width}}  {len(nodes)} operator{'s' if len(nodes) > 1 else ''}"
+            )
     return lines
 
 

@@ -175,10 +175,12 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
             alive[flat] = schedule.flats[flat].full_bytes
             names, size = ", ".join(map(repr, sorted(alive))), sum(alive.values())
             if schedule.rate_limit is not None and len(alive) > schedule.rate_limit:
-                text = f"{len(alive)} gathered buffers in flight ({names}), the limit is {schedule.rate_limit}"
+                text = (
+                    f"{len(alive)} gathered buffers in flight ({names}), the limit is rate_limit={schedule.rate_limit}"
+                )
                 problems.append((node, text))
             if schedule.rate_limit_bytes is not None and size > schedule.rate_limit_bytes:
-                text = f"{size} gathered bytes in flight ({names}), the limit is {schedule.rate_limit_bytes}"
+                text = f"{size} gathered bytes in flight ({names}), the limit is rate_limit_bytes={schedule.rate_limit_bytes}"
                 problems.append((node, text))
         elif kind == "free":
             alive.pop(flat, None)
@@ -221,7 +223,7 @@ def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem
             waiting.add(flat)
             if len(waiting) > schedule.rate_limit:
                 names = ", ".join(map(repr, sorted(waiting)))
-                text = f"{len(waiting)} gradient buffers wait ({names}), the limit is {schedule.rate_limit}"
+                text = f"{len(waiting)} gradient buffers wait ({names}), the limit is rate_limit={schedule.rate_limit}"
                 problems.append((node, text))
         elif kind == "accumulate_grad" or (
             kind == "wait" and info(node).queue == "compute" and _is_reduce(node.args[0])

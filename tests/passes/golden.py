@@ -29,7 +29,7 @@ def text(schedule: Schedule, phase: str) -> str:
     end = next(i for i in range(start, len(lines)) if lines[i] in names or lines[i].startswith("memory"))
     kept: list[str] = []
     for line in lines[start:end]:
-        line = re.sub(r"\s+\d+ operators$", "", line[2:])
+        line = re.sub(r"\s+\d+ operators?$", "", line[2:])
         if not kept or kept[-1] != line:
             kept.append(line)
     return "\n".join(kept)
