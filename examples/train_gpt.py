@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> float:
         return {name: value.to(device) for name, value in inputs.items()}
 
     console = Console(quiet=rank != 0)
-    with progress(console, "train", options.steps) as advance:
+    with progress(console, "train", options.steps, "loss of rank 0's batch") as advance:
         for step in range(options.steps):
             loss = model(**batch(training, step))
             loss.backward()
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> float:
 
 
 @contextmanager
-def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[float], None]]:
+def progress(console: Console, title: str, steps: int, what: str = "loss") -> Iterator[Callable[[float], None]]:
     """A progress bar, or ten lines where there is no terminal. Call what it yields with the loss of each step."""
     if console.is_terminal:
         columns = (
@@ -110,7 +110,7 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[flo
         )  # fmt: skip
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(title, total=steps, note="starting")
-            yield lambda loss: bar.update(task, advance=1, note=f"rank 0's loss {loss:.3f}")
+            yield lambda loss: bar.update(task, advance=1, note=f"{what} {loss:.3f}")
         return
     done = 0
 
@@ -118,7 +118,7 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[flo
         nonlocal done
         done += 1
         if done in (1, steps) or done % max(1, steps // 10) == 0:
-            console.print(f"{title}  step {done} of {steps}  rank 0's loss {loss:.3f}", highlight=False)
+            console.print(f"{title}  step {done} of {steps}  {what} {loss:.3f}", highlight=False)
 
     yield line
 
