@@ -8,6 +8,7 @@ print(model.schedule)
 from fxshard.api import ShardedModule, compile, is_compiled, trace
 from fxshard.errors import AgreementError, CaptureError, FxshardError, PassError, ScheduleError
 from fxshard.ir import FlatParameter, Phase, Schedule
+from fxshard.ir.diff import ScheduleDiff, diff
 from fxshard.options import MixedPrecision, Options
 from fxshard.parameter import ShardedParameter
 from fxshard.runtime import VirtualWorld
@@ -29,11 +30,13 @@ __all__ = [
     "PassError",
     "Phase",
     "Schedule",
+    "ScheduleDiff",
     "ScheduleError",
     "ShardedModule",
     "ShardedParameter",
     "VirtualWorld",
     "compile",
+    "diff",
     "is_compiled",
     "trace",
 ]

@@ -91,6 +91,8 @@ class _Place:
     device: torch.device
     direct_exchange: bool = False
     held_shards: int = 1
+    num_batches: int | None = None
+    """Ranks that bring a batch, W unless told."""
     ranks: ControlPlane | None = None
 
 
@@ -132,13 +134,15 @@ class _State:
             needs_presence=len(reached) > 1,
             direct_exchange=self.place.direct_exchange,
             held_shards=self.place.held_shards,
+            num_batches=self.place.num_batches or self.place.W,
         )  # fmt: skip
         unit_of = {fqn: flat.unit for flat in self.flats.values() for fqn in flat.fqns}
         for fqn, num_bytes, line in captured.made_weights:
             text = f"a weight made from '{fqn}' and data is kept for backward, {bytes_text(num_bytes)} ({line})"
             schedule.remarks.append(Remark("capture", "missed", unit_of[fqn], text))
             schedule.memory.saved_weight_bytes += num_bytes
-        passes.run(self.pipeline, schedule)
+        settings = self.options
+        passes.run(self.pipeline, schedule, verify_each=settings.verify_each, print_after=settings.print_after)
         return schedule
 
     def program(self, schedule: Schedule, root: nn.Module) -> Program:
@@ -147,6 +151,7 @@ class _State:
         self.captured.append(schedule)
         if self.executor is None:
             raise _Traced
+        schedule.runs, schedule.agreed = True, tuple(schedule.skeleton())
         return self.executor.program(schedule, root)
 
     def agree(self, schedule: Schedule) -> None:
@@ -165,6 +170,9 @@ class _State:
 
     def foreign(self, tensor: Tensor) -> str | None:
         return next((name for name, p in self.module.named_parameters() if p is tensor), None)
+
+    def module_names(self) -> dict[int, str]:
+        return {id(module): name for name, module in self.module.named_modules()}
 
     def user_forward(self) -> Callable[..., Any]:
         return self.own_forward or functools.partial(self.original_class.forward, self.module)
@@ -253,7 +261,7 @@ def compile(
         if ranks is None:
             world = world or VirtualWorld(F, device=device)
             world.check_free(device)
-            place = _Place(W, F, device, held_shards=world.held)
+            place = _Place(W, F, device, held_shards=world.held, num_batches=world.data_ranks)
         else:
             place = _Place(W, F, device, direct_exchange=_backend(device) == "gloo", ranks=ranks)
         state = _State(model, flats, place, settings)

@@ -56,6 +56,12 @@ class Options:
     passes: Sequence[Any] | None = None
     """Extra passes, run after the default ones and before plan-memory; or a callable from the default list to the
     list."""
+    verify_each: bool = True
+    """Verify the schedule after each pass; if not, once, after the last one."""
+    print_after: bool | Sequence[str] = False
+    """Print the schedule after each pass, or after those named, if it changed."""
+    stop_after: str | None = None
+    """Run the passes up to this one only, to look at what it made (`fxshard.trace`; such a schedule cannot run)."""
     compute: str = "eager"
     """How the nodes between communication run: 'eager'."""
     debug: bool = False
@@ -78,7 +84,14 @@ class Options:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: a positive number or None (no limit) was expected")
-        for name in ("keep_root_resident", "reshard_after_forward", "debug", "fullgraph", "sync_parameters"):
+        for name in (
+            "keep_root_resident",
+            "reshard_after_forward",
+            "debug",
+            "fullgraph",
+            "sync_parameters",
+            "verify_each",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: True or False was expected")
         if self.compute not in COMPUTE:
@@ -92,6 +105,14 @@ class Options:
         is_class = isinstance(self.passes, type)
         if is_class or not (self.passes is None or callable(self.passes) or isinstance(self.passes, (list, tuple))):
             raise TypeError(f"passes={self.passes!r}: a list of passes, or a callable from the default list to a list")
+        if not (
+            isinstance(self.print_after, (bool, list, tuple))
+            and (self.stop_after is None or isinstance(self.stop_after, str))
+        ):
+            raise TypeError(
+                f"print_after={self.print_after!r}, stop_after={self.stop_after!r}: a bool or a list of names of passes, and "
+                "the name of a pass, were expected"
+            )
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise ValueError(f"dynamic={self.dynamic!r}: allowed are None, True, False")
 
@@ -116,7 +137,7 @@ class Options:
         """What all ranks must agree on, as text."""
         parts = []
         for f in dataclasses.fields(self):
-            if f.name in ("debug", "timeout_s", "units", "passes"):
+            if f.name in ("debug", "timeout_s", "units", "passes", "verify_each", "print_after", "stop_after"):
                 continue
             parts.append(f"{f.name}={getattr(self, f.name)!r}")
         return "\n".join(parts)

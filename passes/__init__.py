@@ -13,12 +13,16 @@ from fxshard.passes.insert_frees import InsertFrees
 from fxshard.passes.insert_gathers import InsertGathers
 from fxshard.passes.insert_reduces import InsertReduces
 from fxshard.passes.keep_root_resident import KeepRootResident
-from fxshard.passes.manager import run
+from fxshard.passes.manager import Culprit, bisect, replay, run
 from fxshard.passes.plan_memory import PlanMemory
 from fxshard.passes.rate_limit import RateLimit
+from fxshard.passes.text import BY_NAME, parse
 
 __all__ = [
+    "BY_NAME",
+    "NEEDED",
     "BackwardPrefetch",
+    "Culprit",
     "ForwardOverlap",
     "InsertFrees",
     "InsertGathers",
@@ -27,9 +31,12 @@ __all__ = [
     "Pass",
     "PlanMemory",
     "RateLimit",
+    "bisect",
     "check_complete",
     "default_passes",
+    "parse",
     "pipeline",
+    "replay",
     "run",
 ]
 
@@ -60,7 +67,7 @@ def pipeline(options: Options) -> list[Pass]:
     passes = default_passes(options)
     extra: Any = options.passes
     if extra is None:
-        return passes
+        return _up_to(passes, options)
     if callable(extra):
         made = extra(passes)
         if not isinstance(made, (list, tuple)):
@@ -73,7 +80,16 @@ def pipeline(options: Options) -> list[Pass]:
             raise TypeError(f"passes holds {p!r}: an instance of fxshard.passes.Pass was expected")
         if not p.name:
             raise ValueError(f'pass {type(p).__name__} has no name: give it `name = "{type(p).__name__.lower()}"`')
-    return passes
+    return _up_to(passes, options)
+
+
+def _up_to(passes: list[Pass], options: Options) -> list[Pass]:
+    """The passes up to `stop_after`. Raises ValueError where that or `print_after` names none of them."""
+    names = [p.name for p in passes]
+    asked = [] if isinstance(options.print_after, bool) else list(options.print_after)
+    if unknown := [name for name in (*asked, *filter(None, [options.stop_after])) if name not in names]:
+        raise ValueError(f"no pass is named {', '.join(map(repr, unknown))}; there are {', '.join(names)}")
+    return passes if options.stop_after is None else passes[: len(names) - names[::-1].index(options.stop_after)]
 
 
 def check_complete(passes: Sequence[Pass], options: Options) -> None:

@@ -3,8 +3,8 @@
 Why      Each rank has the gradient of its own batch; training needs the mean.
 Assumes  gathers-inserted; `schedule.gradients` names the gradient node of each trainable parameter.
 Gives    reduces-inserted: FLAT -> RS -> WAIT -> [AR -> WAIT] -> ACC for each FlatParameter with gradients. FLAT
-         stands right after the last of its gradients and divides by the number of ranks that bring a batch (W, or 1 in a
-         virtual world of one contributor); RS and AR sum. F = 1 has no RS, F = W no AR.
+         stands right after the last of its gradients and divides by `schedule.num_batches`, the ranks that bring a batch
+         (W, or 1 in a virtual world of one contributor); RS and AR sum. F = 1 has no RS, F = W no AR.
 Keeps    Gradients of inputs; every operator of the model.
 Costs    One flat gradient buffer a FlatParameter from FLAT to its WAIT; all waits stand at the end of the phase.
 Source   FSDP paper, sections 3.2 and 3.3; the divisor is applied once, explicitly.
@@ -62,7 +62,7 @@ class InsertReduces(Pass):
             with graph.inserting_after(ready if ready.op != "placeholder" else body.prev):
                 buffer = phase.call(
                     ops.flatten_grads,
-                    (grads, flat.name, flat.offsets, flat.padded_numel),
+                    (grads, flat.name, flat.offsets, flat.padded_numel, schedule.num_batches),
                     flat=flat, by=self.name, num_bytes=flat.grad_bytes,
                 )  # fmt: skip
             last, value = buffer, buffer

@@ -1,65 +1,254 @@
-"""Runs passes in order: contracts first, then each pass, timed, counted, and verified."""
+"""Runs passes in order: contracts first, then each pass, timed, counted, and verified. Finds the one that breaks a check.
+
+A pass neither prints nor times: what is printed, where a run stops, and what is written when it fails is said here.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
 
 from fxshard.errors import FxshardError, PassError, ScheduleError
 from fxshard.ir import Remarks, Schedule
-from fxshard.ir.schedule import PassRecord, info
+from fxshard.ir.schedule import PassRecord, describe, info
 from fxshard.ir.verify import verify
 from fxshard.passes.base import Pass
 
 
-def check_contracts(passes: Sequence[Pass]) -> None:
+def check_contracts(passes: Sequence[Pass], established: Collection[str] = ()) -> None:
     """Raise PassError, naming every culprit, if some pass stands where its requirements are not met."""
-    established: set[str] = set()
+    there = set(established)
     problems = []
     for position, p in enumerate(passes, 1):
-        missing = [r for r in p.requires if r not in established]
+        missing = [r for r in p.requires if r not in there]
         if missing:
-            there = ", ".join(sorted(established)) or "nothing"
+            have = ", ".join(sorted(there)) or "nothing"
             problems.append(
-                f"pass {position} '{p.name}' requires {', '.join(missing)}, which no earlier pass provides; there is {there}"
+                f"pass {position} '{p.name}' requires {', '.join(missing)}, which no earlier pass provides; there is {have}"
             )
-        established.update(p.provides)
+        there.update(p.provides)
     if problems:
         raise PassError("; ".join(problems))
 
 
-def run(passes: Sequence[Pass], schedule: Schedule) -> None:
+def run(
+    passes: Sequence[Pass],
+    schedule: Schedule,
+    *,
+    verify_each: bool = True,
+    print_after: bool | Collection[str] = False,
+    reproducer: bool = True,
+) -> None:
     """Run `passes` on `schedule` in place; records and remarks are appended to it.
 
-    Raises PassError if a pass fails, ScheduleError if it leaves an invalid schedule or asks for what is not allowed (an
-    illegal move, a limit that cannot be kept); each names the pass and its place.
+    verify_each: verify after each pass; if not, once, after the last. print_after: print the schedule after each pass, or
+    after those named, if it changed it. reproducer: when a pass fails, or breaks the schedule, write what it was given and
+    its text to a file that `replay` runs again; the error names the file.
+
+    Raises PassError if a pass fails or breaks its own promise, ScheduleError if it leaves an invalid schedule or asks for
+    what is not allowed (an illegal move, a limit that cannot be kept); each names the pass and its place.
     """
-    check_contracts(passes)
-    for position, p in enumerate(passes, 1):
-        remarks = Remarks(p.name)
-        before = _moves(schedule)
-        count = sum(len(phase.graph.nodes) for phase in schedule.phases)
-        started = time.perf_counter()
-        try:
-            p.apply(schedule, remarks)
-        except FxshardError as error:
-            raise type(error)(f"{error}\n  in      {p}, pass {position} of {len(passes)}") from error
-        except Exception as error:
-            raise PassError(
-                f"pass {position} of {len(passes)}, '{p}', failed: {type(error).__name__}: {error}"
-            ) from error
-        seconds = time.perf_counter() - started
-        schedule.established.update(p.provides)
+    check_contracts(passes, schedule.established)
+    original = schedule.copy() if reproducer else None
+    try:
+        for position, p in enumerate(passes, 1):
+            _run_one(p, schedule, f"{p}, pass {position} of {len(passes)}", verify_each or position == len(passes))
+            if print_after is True or (print_after and p.name in print_after):
+                record = schedule.history[-1]
+                if record.added or record.removed or record.moved:
+                    print(f"after {p}\n{schedule}\n")
+                else:
+                    print(f"after {p}: no change\n")
+    except FxshardError as error:
+        if original is not None:
+            error.add_note(f"  again   fxshard.passes.replay({_write(original, passes, position)!r})")
+        raise
+
+
+def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool) -> None:
+    remarks = Remarks(p.name)
+    before = _nodes(schedule)
+    moves = _moves(schedule)
+    planned = "memory-planned" in schedule.established
+    started = time.perf_counter()
+    try:
+        p.apply(schedule, remarks)
+    except FxshardError as error:
+        raise type(error)(f"{error}\n  in      {place}") from error
+    except Exception as error:
+        raise PassError(f"{place}, failed: {type(error).__name__}: {error}") from error
+    seconds = time.perf_counter() - started
+    schedule.established.update(p.provides)
+    if planned and "memory-planned" not in schedule.established:
+        raise PassError(f"{place}, moved operations after plan-memory: put it before, the plan does not hold any more")
+    if checked:
         try:
             verify(schedule)
         except ScheduleError as error:
-            raise ScheduleError(
-                f"{error}\n  after   {p}, pass {position} of {len(passes)}; the schedule was valid before it"
-            ) from error
-        added = sum(len(phase.graph.nodes) for phase in schedule.phases) - count
-        schedule.history.append(PassRecord(str(p), seconds, added, _moves(schedule) - before))
-        schedule.remarks += remarks.items
+            raise ScheduleError(f"{error}\n  after   {place}; the schedule was valid before it") from error
+        if promises := list(p.ensures(schedule)):
+            raise PassError(f"{place}, does not keep its promise: {'; '.join(promises)}")
+    missed = [f"{r.unit}: {r.text}" for r in remarks.items if r.kind == "missed"]
+    if p.strict and missed:
+        raise PassError(f"{place}, is strict and missed {len(missed)}: {'; '.join(missed)}")
+    after = _nodes(schedule)
+    record = PassRecord(
+        str(p),
+        seconds,
+        added=len(after - before),
+        removed=len(before - after),
+        moved=_moves(schedule) - moves,
+        lines=tuple(schedule.text().splitlines()),
+    )
+    schedule.history.append(record)
+    schedule.remarks += remarks.items
+
+
+def _nodes(schedule: Schedule) -> set[fx.Node]:
+    return {n for phase in schedule.phases for n in phase.graph.nodes}
 
 
 def _moves(schedule: Schedule) -> int:
     return sum(len(info(n).moved_by) for phase in schedule.phases for n in phase.graph.nodes)
+
+
+# -- reproducers
+
+
+def _write(original: Schedule, passes: Sequence[Pass], position: int) -> str:
+    """A file with the captured schedule and the passes up to the one that failed."""
+    described = {"schedule": json.loads(original.to_json()), "passes": [_described(p) for p in passes[:position]]}
+    handle, path = tempfile.mkstemp(prefix=f"fxshard-{passes[position - 1].name}-", suffix=".json")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(described, file)
+    return path
+
+
+def _described(p: Pass) -> str:
+    from fxshard.passes.text import BY_NAME, full_text
+
+    return str(p) if BY_NAME.get(p.name) is type(p) else full_text(p)
+
+
+def replay(path: str) -> Schedule:
+    """Run what `run` wrote when a pass failed: the same schedule, the same passes. Returns the schedule if none fails.
+
+    A pass that is not fxshard's own is imported by its module, which has to be importable here.
+    """
+    from fxshard.passes.text import parse
+
+    with open(path, encoding="utf-8") as file:
+        document = json.load(file)
+    if not isinstance(document, dict) or set(document) != {"schedule", "passes"}:
+        raise ValueError(f"{path} is no reproducer: it was not written for a pass that failed")
+    schedule = Schedule.from_json(json.dumps(document["schedule"]))
+    run([parse(text) for text in document["passes"]], schedule, reproducer=False)
+    return schedule
+
+
+# -- bisecting
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first pass with which a check fails and, where it moves operations, the first of its moves."""
+
+    passed: str
+    """Its text form."""
+    position: int
+    """From 1, in the passes as given."""
+    move: int | None
+    """Number of the move, from 1; None if no move of its makes the difference."""
+    moved: str
+    """What that move moved, and where to."""
+    error: str
+    """What the check raised, or 'the check returned False'."""
+
+    def __str__(self) -> str:
+        where = f"pass {self.position}, {self.passed}"
+        move = f", move {self.move}: {self.moved}" if self.move is not None else ""
+        return f"{where}{move}\n  {self.error}"
+
+
+class _OutOfMoves(Exception):
+    """Ends a pass when it has made the moves it may make."""
+
+
+def bisect(passes: Sequence[Pass], schedule: Schedule, check: Callable[[Schedule], Any]) -> Culprit | None:
+    """The first pass that makes `check` fail; None if it holds after all of them.
+
+    schedule: as captured, before any pass (`fxshard.trace(..., passes=lambda default: [])`); it is left as it is. check: is
+    given a complete schedule, and fails by raising or by returning False.
+
+    Passes that a schedule cannot run without (those that provide a word of `fxshard.passes.NEEDED`) always run; of the
+    others the first k do. A pass that itself fails, or breaks the schedule, counts as failing.
+    """
+    from fxshard.passes import NEEDED
+
+    optional = [i for i, p in enumerate(passes) if not any(word in NEEDED for word in p.provides)]
+
+    def outcome(kept: int, moves: int | None = None) -> tuple[str | None, list[str]]:
+        """What fails with the first `kept` optional passes, the last of which may make `moves` moves."""
+        dropped = set(optional[kept:])
+        last = optional[kept - 1] if kept else None
+        trial = schedule.copy()
+        made: list[str] = []
+        try:
+            for i, p in enumerate(passes):
+                if i in dropped:
+                    continue
+                if i == last:
+                    _watched(p, trial, moves, made)
+                else:
+                    run([p], trial, reproducer=False)
+            return ("the check returned False" if check(trial) is False else None), made
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", made
+
+    error, _ = outcome(len(optional))
+    if error is None:
+        return None
+    if (needed := outcome(0)[0]) is not None:
+        position = next(i for i, p in enumerate(passes) if i not in optional)
+        return Culprit("the passes that are always needed", position + 1, None, "", needed)
+    low, high = 0, len(optional)  # holds with `low` of them, fails with `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        failed = outcome(middle)[0]
+        low, high, error = (low, middle, failed) if failed is not None else (middle, high, error)
+    error, made = outcome(high)
+    assert error is not None
+    p, position = passes[optional[high - 1]], optional[high - 1] + 1
+    if not made or outcome(high, 0)[0] is not None:
+        return Culprit(str(p), position, None, "", error)
+    few, many = 0, len(made)
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if outcome(high, middle)[0] is not None else (middle, many)
+    return Culprit(str(p), position, many, made[many - 1], error)
+
+
+def _watched(p: Pass, schedule: Schedule, moves: int | None, made: list[str]) -> None:
+    """Run a pass, noting its moves; after `moves` of them it is cut off, and establishes what it provides all the same."""
+
+    def on_move(node: fx.Node, anchor: fx.Node) -> None:
+        if moves is not None and len(made) == moves:
+            raise _OutOfMoves
+        made.append(f"{describe(node)} to before {describe(anchor)}")
+
+    schedule.on_move = on_move
+    try:
+        p.apply(schedule, Remarks(p.name))
+    except _OutOfMoves:
+        pass
+    finally:
+        schedule.on_move = None
+    schedule.established.update(p.provides)
+    verify(schedule)

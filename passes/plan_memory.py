@@ -47,6 +47,7 @@ class PlanMemory(Pass):
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         memory = schedule.memory
+        memory.arena_bytes = memory.peak_gathered_bytes = memory.peak_gradient_bytes = 0
         memory.resident_bytes = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
         for phase in schedule.phases:
             with phase.frozen():

@@ -377,7 +377,8 @@ class _Binder:
         numels = [p.numel for p in flat.parameters]
         strides = [p.stride for p in flat.parameters]
         plan = FlattenPlan(flat.offsets, numels, flat.padded_numel, out.device)
-        scale, before = 1.0 / self.world.data_ranks, self._before(node, "compute")
+        divisor: Any = node.args[4]
+        scale, before = 1.0 / divisor, self._before(node, "compute")
         label, done = self._label(node), _done(node)
 
         def run(gradients: Sequence[Tensor | None]) -> None:

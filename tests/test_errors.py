@@ -201,6 +201,6 @@ def test_a_lost_position_is_no_half_sharded_model():
             raise KeyError("lost")
 
     model = Framed()
-    with pytest.raises(fxshard.PassError, match=r"pass 8 of 9, 'broken', failed: KeyError: 'lost'"):
+    with pytest.raises(fxshard.PassError, match=r"broken, pass 8 of 9, failed: KeyError: 'lost'"):
         fxshard.compile(model, F=2, passes=[Broken()], example_inputs=(batches(1)[0],))
     assert type(model) is Framed and all(type(p) is nn.Parameter for p in model.parameters())

@@ -45,6 +45,9 @@ class Host(Protocol):
     def foreign(self, tensor: torch.Tensor) -> str | None:
         """The name of a parameter of the model, None for any other tensor."""
 
+    def module_names(self) -> dict[int, str]:
+        """The name of each module of the model, by its `id`."""
+
     def schedule(self, captured: Captured) -> Schedule: ...
 
     def program(self, schedule: Schedule, root: torch.nn.Module) -> Program: ...
@@ -117,8 +120,9 @@ class _Compiled:
         forward, backward = torch_private.default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self.root = forward
         captured = build_phases(
-            forward.graph, backward.graph, self.names, _indices(forward.graph), num_fwd_outputs, self.host.flats
-        )
+            forward.graph, backward.graph, self.names, _indices(forward.graph), num_fwd_outputs, self.host.flats,
+            self.host.module_names(),
+        )  # fmt: skip
         self._adopt(backward)
         self._make(_copied(captured))
         forward.recompile()
@@ -144,7 +148,9 @@ class _Compiled:
         output = next(iter(reversed(module.graph.nodes)))
         self.root = module
         indices = _indices(module.graph)
-        self._make(build_phases(module.graph, None, self.names, indices, len(output.args[0]), self.host.flats))
+        host = self.host
+        number = len(output.args[0])
+        self._make(build_phases(module.graph, None, self.names, indices, number, host.flats, host.module_names()))
         return self.forward_compiler(module, inputs)
 
     def backward_compiler(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxshard.capture import torch_private
+from fxshard.capture.attribution import stamp_units
 from fxshard.errors import CaptureError
 from fxshard.ir.aliasing import alias_roots, aliased_inputs, is_random, mutated_inputs
 from fxshard.ir.layout import FlatParameter
@@ -208,8 +209,9 @@ def build_phases(
     index_of: Mapping[fx.Node, int | None],
     num_outputs: int,
     flats: Mapping[str, FlatParameter],
+    modules: Mapping[int, str],
 ) -> Captured:
-    """Mark, mend and collect. `names` maps argument index to parameter fqn."""
+    """Mark, mend and collect. `names` maps argument index to parameter fqn, `modules` the id of a module to its name."""
     parameters = mark_parameters(forward_graph, names, index_of)
     refuse_parameter_effects(forward_graph, num_outputs)
     flat_of = {fqn: flat for flat in flats.values() for fqn in flat.fqns}
@@ -217,6 +219,7 @@ def build_phases(
         _stamp(node, fqn, flat_of)
     forward = Phase("forward", forward_graph, flats)
     if backward_graph is None:
+        stamp_units(forward_graph, None, modules, flats.values())
         forward.name = "inference"
         return Captured(forward, None, {}, {}, frozenset(), [])
     made_weights = mend_saved_values(forward_graph, backward_graph, num_outputs)
@@ -226,6 +229,7 @@ def build_phases(
         else:
             node.meta[INFO] = NodeInfo("tangent" if torch_private.is_tangent(node) else "argument")
     _erase_unused(backward_graph)
+    stamp_units(forward_graph, backward_graph, modules, flats.values())
     backward = Phase("backward", backward_graph, flats)
     gradients = {}
     results = backward.results

@@ -111,6 +111,18 @@ def is_tangent(placeholder: fx.Node) -> bool:
     return placeholder.name.startswith("tangents")
 
 
+def module_ids(node: fx.Node) -> list[int]:
+    """The `id` of each module the operator (or the one it differentiates) was traced in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    keys = [str(key).partition("@")[0] for key in stack]  # a module that is called again is `id@1`
+    return [int(key) for key in keys if key.isdigit()]
+
+
+def sequence_number(node: fx.Node) -> int | None:
+    """A number that a forward operator and its backward operators share."""
+    return node.meta.get("seq_nr")
+
+
 def backward_node(outputs: Sequence[Any]) -> Any:
     """The AOT autograd node behind a call's outputs, or None.
 

@@ -11,7 +11,7 @@ dtypes are in `Schedule.flats`.
 | wait | compute, replicate | the queue waits for a pending result and returns it |
 | param_view | - | zero-copy view of one parameter: offset, shape, stride |
 | free | compute | after the last use: the slot may be reused once this point is reached |
-| flatten_grads | compute | gradients to the flat buffer (padded numel,), cast, divided by the ranks with a batch |
+| flatten_grads | compute | gradients to the flat buffer (padded numel,), cast, divided by `divisor` |
 | reduce_scatter | reduce | issue; sum within the shard group, this rank's (S,) |
 | all_reduce | replicate | issue; sum across the replicate group |
 | accumulate_grad | compute | the reduced shard becomes, or is added to, `.grad` |
@@ -48,12 +48,14 @@ def free(full: Tensor, flat: str) -> None:
     return None
 
 
-def flatten_grads(grads: Sequence[Tensor | None], flat: str, offsets: Sequence[int], padded_numel: int) -> Tensor:
+def flatten_grads(
+    grads: Sequence[Tensor | None], flat: str, offsets: Sequence[int], padded_numel: int, divisor: int
+) -> Tensor:
     example = next(g for g in grads if g is not None)
     out = example.new_zeros(padded_numel)
     for grad, offset in zip(grads, offsets):
         if grad is not None:
-            out[offset : offset + grad.numel()] = grad.reshape(-1)
+            out[offset : offset + grad.numel()] = grad.reshape(-1) / divisor
     return out
 
 
@@ -102,6 +104,14 @@ NODE_KINDS = (*sorted(KINDS.values()), "shard", "resident", *MODEL_KINDS)
 """Every kind a node may have; `shard` and `resident` are placeholders for memory the runtime holds."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+GROUPS = {
+    "all_gather": "shard group",
+    "reduce_scatter": "shard group",
+    "all_reduce": "replicate group",
+    "presence": "all ranks",
+}
+"""Who takes part in each collective. A group's collectives run in the order of issue, which is the same on its ranks."""
 
 QUEUES = {
     "cast_shard": "unshard",

@@ -20,6 +20,7 @@ from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir import ops
+from fxshard.ir.aliasing import alias_roots, is_random, mutated_inputs, storage_users
 from fxshard.ir.layout import FlatParameter
 
 INFO = "fxshard"
@@ -81,12 +82,29 @@ class Remarks:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass as it ran: its text form, seconds taken, nodes added and moved."""
+    """One pass as it ran: its text form, seconds taken, nodes added, removed and moved, and the schedule's lines after it."""
 
     text: str
     seconds: float
     added: int
+    removed: int
     moved: int
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a phase had to do when it was captured: the verifier compares. Nodes by name."""
+
+    effects: tuple[str, ...]
+    """Random operators and writes, in their order."""
+    results: tuple[str | None, ...]
+    """What the phase returns, by position; None where that is no node."""
+
+    @staticmethod
+    def of(phase: Phase) -> Origin:
+        effects = [n.name for n in phase.graph.nodes if is_random(n) or mutated_inputs(n)]
+        return Origin(tuple(effects), tuple(r.name if isinstance(r, fx.Node) else None for r in phase.results))
 
 
 @dataclass
@@ -121,6 +139,8 @@ class Phase:
         self.name = name
         self.graph = graph
         self.flats = flats
+        self.schedule: Schedule | None = None
+        """The schedule it belongs to: its limits bound the moves."""
         self._index: dict[tuple[str | None, str | None], list[fx.Node]] | None = None
 
     # -- queries
@@ -200,20 +220,18 @@ class Phase:
     def steps(self) -> Iterator[tuple[str, list[fx.Node]]]:
         """The phase in issue order: communication nodes one by one, the operators between them as segments.
 
-        A segment comes with the unit whose parameters it reads; where it reads none, the unit before goes on.
+        A segment comes with the unit whose code its operators are, as capture found it; '' where there is none.
         """
-        unit = ""
-        segment: list[fx.Node] = []
+        unit, segment = "", []  # type: ignore[var-annotated]
         for node in self.graph.nodes:
-            kind = info(node).kind
-            if kind == "compute" and node.op == "call_function":
-                owner = next((info(i).unit for i in node.all_input_nodes if info(i).kind == "param_view"), None)
-                if owner is not None and owner != unit:
-                    if segment:
-                        yield unit, segment
-                    unit, segment = owner, []
+            found = info(node)
+            if found.kind == "compute" and node.op == "call_function":
+                if segment and (found.unit or "") != unit:
+                    yield unit, segment
+                    segment = []
+                unit = found.unit or ""
                 segment.append(node)
-            elif kind in ops.LABELS:
+            elif found.kind in ops.LABELS:
                 if segment:
                     yield unit, segment
                 segment = []
@@ -235,53 +253,106 @@ class Phase:
         return [flat for flat, _ in sorted(((f, n) for f, n in firsts.items() if n is not None), key=lambda p: p[1])]
 
     def blocker(self, node: fx.Node, anchor: fx.Node) -> fx.Node | None:
-        """What stops `node` from standing before `anchor`: an input that comes later, or, for a collective, one of the
-        same kind and FlatParameter that it would overtake. None when the move is legal. A cast travels along and does not
-        block; a throttle stays where it is."""
-        travelling = self._travelling(node)
-        for member in travelling:
-            for source in member.all_input_nodes:
-                if source not in travelling and not source < anchor:
-                    return source
-        if anchor < node and info(node).kind in ops.COLLECTIVES:
-            current = node.prev
-            while current is not anchor.prev:
-                if info(current).kind == info(node).kind and info(current).flat == info(node).flat:
-                    return current
-                current = current.prev
+        """What stops `node` from standing right before `anchor`; None when the move is legal.
+
+        An input, a user, a FREE of memory it reads or a reader of what it frees, a write to memory they share, another
+        random operator, a collective of the same kind and FlatParameter and, where ranks have agreed on the order of
+        collectives, any collective. A cast and a throttle travel with their gather.
+        """
+        if node.op in _FIXED or anchor.op in ("placeholder", "get_attr"):
+            return anchor
+        group = self._travelling(node)
+        earlier = anchor < node
+        tied = {other for member in group for other in (member.all_input_nodes if earlier else member.users)}
+        if info(node).kind == "free":
+            tied |= set(storage_users(node.args[0]))  # type: ignore[arg-type]
+        between = _between(anchor, group[0]) if earlier else _between(node.next, anchor)
+        for other in reversed(between) if earlier else between:
+            if other not in group and (other in tied or self._conflict(node, other)):
+                return other
         return None
 
     def _travelling(self, node: fx.Node) -> list[fx.Node]:
-        """The node and the inputs that belong to it alone, in order."""
+        """The node and what belongs to it alone, in order: the cast of its shard, the throttle that holds it back."""
         group = [node]
         for source in node.all_input_nodes:
             if info(source).kind == "cast_shard" and list(source.users) == [node]:
                 group.insert(0, source)
+        if info(node).kind == "all_gather":
+            before = group[0].prev
+            while info(before).kind == "throttle" and info(before).flat == info(node).flat:
+                group.insert(0, before)
+                before = before.prev
         return group
+
+    def _conflict(self, node: fx.Node, other: fx.Node) -> bool:
+        """Whether the order of the two matters though neither reads the other."""
+        kind, other_kind = info(node).kind, info(other).kind
+        if kind in ops.GROUPS and other_kind in ops.GROUPS:
+            same = kind == other_kind and info(node).flat == info(other).flat
+            return same or (self.schedule is not None and self.schedule.agreed is not None)
+        if kind not in ("compute", "param_view"):
+            return False
+        if other_kind == "free":
+            return node in set(storage_users(other.args[0]))  # type: ignore[arg-type]
+        if is_random(node) and is_random(other):
+            return True
+        for writer, reader in ((node, other), (other, node)):
+            if written := mutated_inputs(writer):
+                roots = set().union(*map(alias_roots, written))
+                if any(alias_roots(n) & roots for n in (reader, *reader.all_input_nodes)):
+                    return True
+        return False
 
     # -- moves
 
     def move_before(self, node: fx.Node, anchor: fx.Node, by: str = "user") -> bool:
-        """Put `node` (and its cast) right before `anchor`.
+        """Put `node` (and its cast and throttle) right before `anchor`, earlier or later than it stands.
 
-        Returns whether anything moved. Raises ScheduleError, naming the node that pins it, if an input of `node` would
-        come after it or a user before it.
+        Returns whether anything moved. Raises ScheduleError, naming the node that pins it, where the move would break a
+        dependency, reorder what ranks agreed on, or exceed a rate limit that holds already; nothing has moved then. A
+        memory plan does not survive a move.
         """
-        if node.next is anchor or anchor in self._travelling(node):
+        group = self._travelling(node)
+        if group[-1].next is anchor or anchor in group:
             return False
-        blocker = self.blocker(node, anchor)
-        if blocker is not None:
-            raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {describe(blocker)} pins it")
-        for user in node.users:
-            if user is not anchor and user < anchor:
-                raise ScheduleError(
-                    f"{describe(node)} may not move before {describe(anchor)}: {describe(user)} reads it"
-                )
-        for member in self._travelling(node):
+        self._check_open()
+        if (pin := self.blocker(node, anchor)) is not None:
+            raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {describe(pin)} pins it")
+        if self.schedule is not None and self.schedule.on_move is not None:
+            self.schedule.on_move(node, anchor)
+        back = group[-1].next
+        for member in group:
             anchor.prepend(member)
+        if (problem := self._exceeds()) is not None:
+            for member in group:
+                back.prepend(member)
+            raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {problem}")
+        for member in group:
             if (found := member.meta.get(INFO)) is not None:
                 found.moved_by += (by,)
+        if self.schedule is not None:
+            self.schedule.established.discard("memory-planned")
         return True
+
+    def move_after(self, node: fx.Node, anchor: fx.Node, by: str = "user") -> bool:
+        """Put `node` (and its cast and throttle) right after `anchor`; else as `move_before`."""
+        return node is not anchor and self.move_before(node, anchor.next, by)
+
+    def _check_open(self) -> None:
+        if self.schedule is not None and self.schedule.runs:
+            raise ScheduleError(
+                "this schedule runs already, and an edit of it would not be seen: edit `schedule.copy()` and give it back "
+                "with `model.schedule = edited`, or write a pass"
+            )
+
+    def _exceeds(self) -> str | None:
+        """Which rate limit, if one holds already, the order of this phase exceeds."""
+        from fxshard.ir.verify import LIMITS  # the rules themselves decide, so that a legal move is a valid one
+
+        if self.schedule is None or "rate-limited" not in self.schedule.established:
+            return None
+        return next((text for rule in LIMITS for _, text in rule(self.schedule, self)), None)
 
     def call(
         self,
@@ -324,14 +395,28 @@ class Phase:
         return Phase(self.name, graph, self.flats), mapping
 
 
+_FIXED = ("placeholder", "get_attr", "output")
+
+
+def _between(start: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """Nodes from `start` up to but without `end`."""
+    found = []
+    while start is not end and start.op != "root":
+        found.append(start)
+        start = start.next
+    return found
+
+
 def identifier(text: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in text)
 
 
 def user_line(node: fx.Node) -> str:
     """`model.py:41` of the user's code that made the node, or ''."""
+    if (line := node.meta.get("line")) is not None:
+        return line
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
-    found = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    found = [frame for frame in frames if "/torch/" not in frame[0] and frame[0][0] != "<"] or frames
     return f"{os.path.basename(found[-1][0])}:{found[-1][1]}" if found else ""
 
 
@@ -379,8 +464,23 @@ class Schedule:
     """FlatParameters that stay gathered from forward to backward."""
     established: set[str] = field(default_factory=set)
     """What the passes that ran provide."""
+    num_batches: int = 1
+    """Ranks that bring a batch: what each gradient is divided by, once."""
+    origin: dict[str, Origin] = field(default_factory=dict)
+    """What each phase had to do when it was captured, by phase."""
+    agreed: tuple[str, ...] | None = None
+    """The communication skeleton that other ranks rely on; moves cannot change the order of collectives then."""
+    runs: bool = False
+    """Whether a program was made of it; it then is not to be edited."""
+    on_move: Callable[[fx.Node, fx.Node], None] | None = None
+    """Called with each legal move, the node and its anchor, before it is made."""
 
     renderer: ClassVar[Callable[[Schedule, str], None] | None] = None
+
+    def __post_init__(self) -> None:
+        for phase in self.phases:
+            phase.schedule = self
+            self.origin.setdefault(phase.name, Origin.of(phase))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -388,7 +488,7 @@ class Schedule:
 
     @property
     def units(self) -> list[str]:
-        """Unit names in registration order; the root's parts count as one."""
+        """Unit names in registration order; each part of the root is one."""
         return list(dict.fromkeys(flat.unit for flat in self.flats.values()))
 
     @property
@@ -405,21 +505,60 @@ class Schedule:
         kept = "residents-kept" in self.established and self.backward is None and self.flats[flat].is_root
         return not kept and flat not in self.resident
 
+    def copy(self, reorder: bool = False) -> Schedule:
+        """A schedule of its own to edit. `reorder=True` allows moves that change the order of collectives: all ranks then
+        have to make the same ones."""
+        made, maps = [], []
+        for phase in self.phases:
+            copied, mapping = phase.copy()
+            for node in copied.nodes("presence"):
+                node.meta["gradients"] = [g if g is None else mapping[g] for g in node.meta["gradients"]]
+            made.append(copied)
+            maps.append(mapping)
+        return dataclasses.replace(
+            self,
+            forward=made[0],
+            backward=made[1] if len(made) > 1 else None,
+            history=list(self.history),
+            remarks=list(self.remarks),
+            memory=dataclasses.replace(self.memory),
+            gradients={fqn: maps[-1][node] for fqn, node in self.gradients.items()},
+            resident=set(self.resident),
+            established=set(self.established),
+            agreed=None if reorder else self.agreed,
+            runs=False,
+            on_move=None,
+        )
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The lossless form: `Schedule.from_json` reads it back. The same on every machine; constants and the seconds that
+        passes took are not in it."""
+        from fxshard.ir.json_form import schedule_to_json
+
+        return schedule_to_json(self, indent)
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """The schedule that `to_json` wrote. Raises ValueError for anything else."""
+        from fxshard.ir.json_form import schedule_from_json
+
+        return schedule_from_json(text)
+
     def text(self, level: str = "communication") -> str:
         """The schedule as text. `level`: `units`, `communication` (every communication node), or `all`."""
         from fxshard.ir.text import schedule_text
 
         return schedule_text(self, level)
 
-    def skeleton(self) -> list[str]:
-        """One line per collective in issue order: what all ranks must agree on."""
-        lines = []
-        for phase in self.phases:
-            for n in phase.graph.nodes:
-                kind = info(n).kind
-                if kind in ops.COLLECTIVES or kind == "presence":
-                    lines.append(f"{phase.name} {ops.LABELS[kind]} {info(n).flat} {info(n).num_bytes}")
-        return lines
+    def skeleton(self, phase: str | None = None) -> list[str]:
+        """One line per collective in issue order, of one phase or all: what all ranks must agree on."""
+        return [
+            f"{p.name} {ops.LABELS[info(n).kind]} {info(n).flat} {info(n).num_bytes}"
+            for p in self.phases
+            if phase in (None, p.name)
+            for n in p.graph.nodes
+            if info(n).kind in ops.GROUPS
+        ]
 
     def render(self, path: str) -> None:
         """Draw the schedule; the format follows the suffix of `path` (svg)."""

@@ -1,20 +1,27 @@
 """The verifier: what a schedule must satisfy, each rule a function of its own.
 
 It shares no code with the passes, only the questions that `ir` answers about a graph (who shares memory with whom, which
-FlatParameters the rate limit counts).
+FlatParameters the rate limit counts). Each rule takes time in proportion to the nodes of a phase.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fxshard.errors import ScheduleError
-from fxshard.ir.aliasing import alias_roots, storage_users
-from fxshard.ir.schedule import Phase, Schedule, describe, info, user_line
+from fxshard.ir import ops
+from fxshard.ir.aliasing import alias_roots, is_random, mutated_inputs, storage_users
+from fxshard.ir.schedule import Phase, Schedule, Slot, describe, hint, info, user_line
 
 Problem = tuple[fx.Node, str]
+"""The node that breaks a rule, and how."""
+
+SHOWN = 20
+"""At most this many problems are told."""
 
 
 def verify(schedule: Schedule) -> None:
@@ -23,13 +30,31 @@ def verify(schedule: Schedule) -> None:
     for phase in schedule.phases:
         with phase.frozen():
             found = [(rule, node, text) for rule in RULES for node, text in rule(schedule, phase)]
-        for rule, node, text in found:
-            line = user_line(node) or next(filter(None, map(user_line, node.users)), "")  # a view has none of its own
-            where = f" ({line})" if line and line not in describe(node) else ""
-            position = list(phase.graph.nodes).index(node)
-            problems.append(f"{rule.__name__}: {text}\n  where   {phase.name}, op {position} {describe(node)}{where}")
+        problems += [_message(phase, rule, node, text) for rule, node, text in found]
     if problems:
-        raise ScheduleError("\n".join(problems))
+        more = len(problems) - SHOWN
+        raise ScheduleError("\n".join(problems[:SHOWN]) + (f"\nand {more} problems more" if more > 0 else ""))
+
+
+def _message(phase: Phase, rule: Rule, node: fx.Node, text: str) -> str:
+    """The rule, what broke it, where that is in the user's code, who put it there, and the schedule around it."""
+    from fxshard.ir.text import around
+
+    found = info(node)
+    line = user_line(node) or next(filter(None, map(user_line, node.users)), "")  # a view has none of its own
+    where = f" ({line})" if line and line not in describe(node) else ""
+    position = next(i for i, n in enumerate(phase.graph.nodes) if n is node)
+    moved = f", moved by {', '.join(dict.fromkeys(found.moved_by))}" if found.moved_by else ""
+    about = (rule.__doc__ or "").strip().split(".")[0].split("\n\n")[0]
+    lines = [
+        f"{rule.__name__}: {text}",
+        f"  where   {phase.name}, op {position} {describe(node)}{where}",
+        *([f"  unit    {found.flat or found.unit}"] if found.flat or found.unit else []),
+        f"  by      {found.by}{moved}",
+        f"  rule    {' '.join(about.split())}",
+        *(f"  {'near' if i == 0 else '    '}    {near}" for i, near in enumerate(around(phase, node))),
+    ]
+    return "\n".join(lines)
 
 
 def inputs_precede_uses(schedule: Schedule, phase: Phase) -> list[Problem]:
@@ -55,6 +80,43 @@ def one_wait_for_each_issue(schedule: Schedule, phase: Phase) -> list[Problem]:
     return problems
 
 
+def reads_its_own_flat_parameter(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """A communication node works on one FlatParameter: what it names is what it was stamped with and what it reads."""
+    problems = []
+    for node in phase.graph.nodes:
+        found = info(node)
+        if found.kind not in ops.LABELS or found.kind in ("throttle", "presence") or found.flat is None:
+            continue
+        named, source = node.args[1], node.args[0]
+        if named != found.flat:
+            problems.append((node, f"{describe(node)} was made for '{found.flat}' and names '{named}'"))
+        if isinstance(source, fx.Node) and info(source).flat != found.flat:
+            problems.append((node, f"{describe(node)} reads {describe(source)}, of '{info(source).flat}'"))
+    return problems
+
+
+def on_its_queue_and_group(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """A collective runs on the queue of its group: AllGather and ReduceScatter in the shard group, AllReduce among replicas."""
+    problems = []
+    for kind, size in (("all_gather", None), ("reduce_scatter", None), ("all_reduce", schedule.replicas)):
+        for node in phase.nodes(kind):
+            flat = schedule.flats.get(info(node).flat or "")
+            if info(node).queue != ops.QUEUES[kind]:
+                group = ops.GROUPS[kind]
+                text = f"{describe(node)} is on queue '{info(node).queue}', not on '{ops.QUEUES[kind]}' of the {group}"
+                problems.append((node, text))
+            if flat is None or (size or flat.F) == 1:
+                problems.append(
+                    (node, f"{describe(node)} is a collective of the {ops.GROUPS[kind]}, which is one rank")
+                )
+    for node in phase.nodes("wait"):
+        if info(node).queue not in ("compute", "replicate"):
+            problems.append(
+                (node, f"{describe(node)} waits on queue '{info(node).queue}', not on compute or replicate")
+            )
+    return problems
+
+
 def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[Problem]:
     """A view shows its parameter's place in the FlatParameter, of which it reads the gathered buffer."""
     problems = []
@@ -69,8 +131,8 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
             if not isinstance(source, fx.Node) or info(source).flat != flat.name:
                 problems.append((view, f"{describe(view)} reads {source}, not what is gathered of '{flat.name}'"))
         for node in phase.nodes("flatten_grads", flat.name):
-            if node.args[2:] != (flat.offsets, flat.padded_numel):
-                problems.append((node, f"{describe(node)} lays gradients at {node.args[2:]}, not at {flat.offsets}"))
+            if node.args[2:4] != (flat.offsets, flat.padded_numel):
+                problems.append((node, f"{describe(node)} lays gradients at {node.args[2]}, not at {flat.offsets}"))
     return problems
 
 
@@ -80,7 +142,9 @@ def used_only_while_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
     freed: dict[fx.Node, fx.Node] = {}
     for node in phase.nodes("free"):
         full = node.args[0]
-        assert isinstance(full, fx.Node)
+        if not isinstance(full, fx.Node) or info(full).kind not in ("wait", "cast_shard", "resident"):
+            problems.append((node, f"{describe(node)} frees {full}, which is no gathered buffer"))
+            continue
         if full in freed:
             problems.append((node, f"'{info(node).flat}' is freed twice"))
         freed[full] = node
@@ -116,8 +180,16 @@ def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
         if not kept and not phase.nodes("free", flat):
             problems.append((node, f"'{flat}' is gathered and never freed"))
     for node in phase.nodes("resident"):
-        if not phase.nodes("free", info(node).flat):
-            problems.append((node, f"'{info(node).flat}' stays gathered after backward: it is never freed"))
+        flat = info(node).flat or ""
+        if not phase.nodes("free", flat):
+            problems.append((node, f"'{flat}' stays gathered after backward: it is never freed"))
+        if flat not in schedule.resident:
+            problems.append((node, f"backward takes '{flat}' as gathered, and it is no resident"))
+    if phase.name == "forward":
+        for flat in sorted(schedule.resident):
+            problems += [(n, f"'{flat}' is resident and freed in forward") for n in phase.nodes("free", flat)]
+            if not phase.nodes("all_gather", flat) and not phase.nodes("cast_shard", flat):
+                problems.append((phase.output, f"'{flat}' is resident and never gathered in forward"))
     return problems
 
 
@@ -161,6 +233,130 @@ def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
         if entered.get(fqn, 0) != 1:
             problems.append((phase.output, f"the gradient of '{fqn}' is reduced {entered.get(fqn, 0)} times, not once"))
     return problems
+
+
+def divided_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """FLAT divides a gradient by the number of ranks that bring a batch, and nothing else divides it."""
+    return [
+        (
+            node,
+            f"{describe(node)} divides by {node.args[4]}, not by the {schedule.num_batches} ranks that bring a batch",
+        )
+        for node in phase.nodes("flatten_grads")
+        if node.args[4] != schedule.num_batches
+    ]
+
+
+def padding_stays_outside(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """No gradient and no view reaches into padding or into another parameter's place."""
+    problems = []
+    for node in [*phase.nodes("flatten_grads"), *phase.nodes("param_view")]:
+        flat = schedule.flats.get(info(node).flat or "")
+        if flat is None:
+            continue
+        ends = [offset + p.numel for offset, p in zip(flat.offsets, flat.parameters)]
+        starts = [*flat.offsets[1:], flat.padded_numel]
+        places = dict(zip(flat.fqns, zip(flat.offsets, ends, starts)))
+        if info(node).kind == "param_view":
+            _, fqn, offset, shape, stride = node.args
+            reach = 1 + sum((n - 1) * step for n, step in zip(shape, stride)) if 0 not in shape else 0  # type: ignore[arg-type, operator]
+            _, end, _ = places.get(str(fqn), (0, 0, 0))
+            if offset + reach > end:  # type: ignore[operator]
+                problems.append((node, f"{describe(node)} reaches to element {offset + reach}, its parameter to {end}"))  # type: ignore[operator]
+            continue
+        for fqn, end, following in zip(flat.fqns, ends, starts):
+            if end > following:
+                problems.append(
+                    (node, f"'{fqn}' reaches to element {end} of '{flat.name}', over what begins at {following}")
+                )
+        for p, gradient in zip(flat.parameters, node.args[0]):  # type: ignore[arg-type]
+            value = gradient.meta.get("val") if isinstance(gradient, fx.Node) else None
+            if isinstance(value, torch.Tensor) and tuple(map(hint, value.shape)) != p.shape:
+                shape = list(map(hint, value.shape))
+                problems.append((node, f"the gradient of '{p.fqn}' has shape {shape}, the parameter {list(p.shape)}"))
+    return problems
+
+
+def effects_as_captured(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Random operators and writes to buffers run once each, in the order in which they were captured."""
+    wanted = schedule.origin[phase.name].effects
+    there = [n for n in phase.graph.nodes if is_random(n) or mutated_inputs(n)]
+    names = [n.name for n in there]
+    if tuple(names) == wanted:
+        return []
+    problems: list[Problem] = []
+    known, seen = set(wanted), set()
+    for node in there:
+        what = "random" if is_random(node) else "a write"
+        if node.name not in known:
+            problems.append((node, f"{describe(node)} is {what} and was not there when {phase.name} was captured"))
+        elif node.name in seen:
+            problems.append((node, f"{describe(node)} runs twice"))
+        seen.add(node.name)
+    lost = [name for name in wanted if name not in seen]
+    problems += [
+        (phase.output, f"'{name}', random or a write, was captured in {phase.name} and is lost") for name in lost
+    ]
+    kept = [name for name in wanted if name in seen]
+    for node, name in zip([n for n in there if n.name in known], kept):
+        if node.name != name:
+            problems.append((node, f"{describe(node)} runs where '{name}' ran when {phase.name} was captured"))
+            break
+    return problems
+
+
+def results_as_captured(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """A phase returns what it was captured with: outputs, buffers' new values, saved values, gradients of inputs."""
+    wanted, there = schedule.origin[phase.name].results, phase.results
+    if len(there) != len(wanted):
+        return [(phase.output, f"{phase.name} returns {len(there)} values, not the {len(wanted)} it was captured with")]
+    problems: list[Problem] = []
+    for position, (value, name) in enumerate(zip(there, wanted)):
+        found = value.name if isinstance(value, fx.Node) else None
+        handed_over = phase.name == "backward" and position in schedule.parameter_outputs and found is None
+        if found != name and not handed_over:
+            node = value if isinstance(value, fx.Node) else phase.output
+            problems.append(
+                (node, f"{phase.name} returns {found or 'nothing'} where it returned '{name}', value {position}")
+            )
+    return problems
+
+
+def order_is_agreed_on(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """Where ranks have agreed on the communication, it is in that order: same collectives, units, bytes and groups."""
+    if schedule.agreed is None:
+        return []
+    wanted = [line for line in schedule.agreed if line.startswith(f"{phase.name} ")]
+    return _first_difference(schedule, phase, wanted, "was agreed on")
+
+
+def same_on_all_ranks(schedules: Sequence[Schedule]) -> None:
+    """Every rank issues the same collectives in the same order: `schedules`, one a rank.
+
+    Raises ScheduleError naming the first rank that differs from rank 0, the node, and what rank 0 issues there.
+    """
+    for rank, schedule in enumerate(schedules):
+        for phase in schedule.phases:
+            wanted = [line for line in schedules[0].skeleton() if line.startswith(f"{phase.name} ")]
+            for node, text in _first_difference(schedule, phase, wanted, "is issued on rank 0"):
+                raise ScheduleError(_message(phase, same_on_all_ranks, node, f"rank {rank}: {text}"))
+
+
+def _first_difference(schedule: Schedule, phase: Phase, wanted: Sequence[str], said: str) -> list[Problem]:
+    nodes = [n for n in phase.graph.nodes if info(n).kind in ops.GROUPS]
+    lines = schedule.skeleton(phase.name)
+    for node, line, other in zip(nodes, lines, wanted):
+        if line != other:
+            return [(node, f"'{line}' is issued where '{other}' {said}")]
+    if len(lines) != len(wanted):
+        node = nodes[len(wanted)] if len(lines) > len(wanted) else phase.output
+        return [
+            (
+                node,
+                f"{len(lines)} collectives are issued in {phase.name}, where {len(wanted)} {said.removeprefix('is ')}",
+            )
+        ]
+    return []
 
 
 def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
@@ -275,27 +471,48 @@ def _bytes_needed(schedule: Schedule, node: fx.Node) -> int:
     return 0
 
 
+@dataclass
+class _Life:
+    """A buffer of the arena from the node that makes it to the last that needs it, by positions in the phase."""
+
+    node: fx.Node
+    slot: Slot
+    start: int
+    end: int
+
+
 def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last
-    use."""
+    """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last use."""
     if "memory-planned" not in schedule.established:
         return []
     position = {node: i for i, node in enumerate(phase.graph.nodes)}
-    lives = []
-    for node in phase.graph.nodes:
-        if (slot := node.meta.get("slot")) is not None and slot.num_bytes:
-            lives.append((node, slot, position[node], position[_needed_until(phase, node)]))
     by_name = {node.name: i for node, i in position.items()}
+    owners: list[tuple[int, int, _Life]] = []
+    """Who had which bytes last, in pieces that do not overlap."""
     problems = []
-    for i, (a, slot_a, start_a, end_a) in enumerate(lives):
-        for b, slot_b, start_b, _ in lives[i + 1 :]:
-            share = (
-                slot_a.offset < slot_b.offset + slot_b.num_bytes and slot_b.offset < slot_a.offset + slot_a.num_bytes
-            )
-            if share and start_a <= start_b <= end_a:
-                problems.append((b, f"{describe(b)} is put over {describe(a)}, which is still needed"))
-            elif share and not any(by_name.get(name, -1) >= end_a for name in slot_b.after):
-                problems.append((b, f"{describe(b)} reuses the slot of {describe(a)} without waiting for its end"))
+    for node in phase.graph.nodes:
+        slot: Slot | None = node.meta.get("slot")
+        if slot is None or not slot.num_bytes:
+            continue
+        life = _Life(node, slot, position[node], position[_needed_until(phase, node)])
+        begin, stop = slot.offset, slot.offset + slot.num_bytes
+        waited = max((by_name.get(name, -1) for name in slot.after), default=-1)
+        told: set[fx.Node] = set()
+        kept = [(begin, stop, life)]
+        for low, high, other in owners:
+            if low < stop and begin < high:
+                if other.end >= life.start and other.node not in told:
+                    problems.append(
+                        (node, f"{describe(node)} is put over {describe(other.node)}, which is still needed")
+                    )
+                elif other.end > waited and other.node not in told:
+                    text = f"{describe(node)} reuses the slot of {describe(other.node)} without waiting for its end"
+                    problems.append((node, text))
+                told.add(other.node)
+                kept += [(x, y, other) for x, y in ((low, begin), (stop, high)) if low <= x < y <= high]
+            else:
+                kept.append((low, high, other))
+        owners = kept
     return problems
 
 
@@ -321,17 +538,27 @@ def _needed_until(phase: Phase, node: fx.Node) -> fx.Node:
     return last
 
 
+Rule = Callable[..., object]
+
+LIMITS = (within_the_limit, streams_within_the_limit, gradients_within_the_limit)
+"""The rules of the rate limit."""
+
 RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
     inputs_precede_uses,
     one_wait_for_each_issue,
+    reads_its_own_flat_parameter,
+    on_its_queue_and_group,
     views_are_of_their_own_parameter,
     used_only_while_gathered,
     nothing_leaves_gathered,
     freed_or_resident,
     reduced_exactly_once,
-    within_the_limit,
-    streams_within_the_limit,
-    gradients_within_the_limit,
+    divided_exactly_once,
+    padding_stays_outside,
+    effects_as_captured,
+    results_as_captured,
+    order_is_agreed_on,
+    *LIMITS,
     every_buffer_has_a_slot,
     slots_do_not_overlap,
 )

@@ -6,17 +6,29 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import fxshard
 from fxshard.ir import Schedule, ops, verify
-from tests.capture.compare import Framed, batches
+from fxshard.ir.aliasing import is_random, mutated_inputs
+from tests.capture.compare import WIDTH, Framed, batches
 
 Mutation = Callable[[Schedule], None]
 
 
-def schedule(**options) -> Schedule:
-    return fxshard.trace(Framed(), (batches(1)[0],), **{"F": 2, **options})
+class Random(Framed):
+    """Dropout twice and BatchNorm before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(super().forward(self.norm(self.dropout(x))))
+
+
+def schedule(model: type[nn.Module] = Framed, **options) -> Schedule:
+    return fxshard.trace(model(), (batches(1)[0],), **{"F": 2, **options})
 
 
 def only(s: Schedule, phase: str, kind: str, flat: str) -> fx.Node:
@@ -293,6 +305,116 @@ def gradients_laid_down_in_another_order(s: Schedule) -> None:
     node.update_arg(2, tuple(reversed(node.args[2])))
 
 
+def two_units_shards_swapped(s: Schedule) -> None:
+    one, other = (only(s, "forward", "all_gather", flat) for flat in ("layers.1", "layers.2"))
+    first, second = one.args[0], other.args[0]
+    one.update_arg(0, second)
+    other.update_arg(0, first)
+
+
+def a_reduce_that_names_another_unit(s: Schedule) -> None:
+    only(s, "backward", "reduce_scatter", "layers.1").update_arg(1, "layers.2")
+
+
+def a_gather_on_the_replicate_queue(s: Schedule) -> None:
+    only(s, "forward", "all_gather", "layers.1").meta["fxshard"].queue = "replicate"
+
+
+def a_scatter_in_the_replicate_group(s: Schedule) -> None:
+    only(s, "backward", "reduce_scatter", "layers.1").meta["fxshard"].queue = "replicate"
+
+
+def an_all_reduce_among_no_replicas(s: Schedule) -> None:
+    """A sum over the shard group where the ReduceScatter belongs."""
+    node = only(s, "backward", "reduce_scatter", "layers.1")
+    node.target, node.meta["fxshard"].kind = ops.all_reduce, "all_reduce"
+
+
+def a_wait_on_the_reduce_queue(s: Schedule) -> None:
+    only(s, "forward", "wait", "layers.1").meta["fxshard"].queue = "reduce"
+
+
+def divided_twice(s: Schedule) -> None:
+    node = only(s, "backward", "flatten_grads", "layers.1")
+    node.update_arg(4, node.args[4] ** 2)
+
+
+def never_divided(s: Schedule) -> None:
+    only(s, "backward", "flatten_grads", "layers.1").update_arg(4, 1)
+
+
+def divided_by_hand_too(s: Schedule) -> None:
+    node = only(s, "backward", "flatten_grads", "layers.1")
+    gradient = node.args[0][0]
+    with s.backward.graph.inserting_before(node):
+        half = s.backward.graph.call_function(torch.ops.aten.div.Tensor, (gradient, 2))
+    node.update_arg(0, [half, *node.args[0][1:]])
+
+
+def a_view_into_the_padding(s: Schedule) -> None:
+    view = s.forward.views("layers.1")[1]
+    view.update_arg(3, (view.args[3][0] + 1,))
+
+
+def padding_in_the_gradient(s: Schedule) -> None:
+    """The gradient as if the parameter were as long as its piece is with the padding."""
+    gradient = s.gradients["layers.1.linear.bias"]
+    gradient.meta["val"] = torch.empty(gradient.meta["val"].numel() + 1, device="meta")
+
+
+def pieces_that_overlap(s: Schedule) -> None:
+    flat = s.flats["layers.1"]
+    s.flats["layers.1"] = dataclasses.replace(flat, offsets=(flat.offsets[0], flat.offsets[1] - 4))
+
+
+def random_operator_run_again_in_backward(s: Schedule) -> None:
+    node = next(n for n in s.forward.graph.nodes if is_random(n))
+    reader = only(s, "backward", "flatten_grads", "layers.1")
+    with s.backward.graph.inserting_before(reader):
+        copy = s.backward.graph.call_function(node.target, (s.gradients["layers.1.linear.bias"], *node.args[1:]))
+    copy.meta = {"val": node.meta["val"]}
+
+
+def random_operators_swapped(s: Schedule) -> None:
+    first, second = [n for n in s.forward.graph.nodes if is_random(n)][:2]
+    second.append(first)
+
+
+def random_operator_lost(s: Schedule) -> None:
+    node = next(n for n in s.forward.graph.nodes if is_random(n))
+    node.replace_all_uses_with(node.args[0])
+    s.forward.graph.erase_node(node)
+
+
+def a_buffers_new_value_lost(s: Schedule) -> None:
+    s.forward.graph.erase_node(next(n for n in s.forward.graph.nodes if mutated_inputs(n)))
+
+
+def buffers_written_in_another_order(s: Schedule) -> None:
+    first, second = [n for n in s.forward.graph.nodes if mutated_inputs(n)][:2]
+    second.append(first)
+
+
+def a_result_too_few(s: Schedule) -> None:
+    s.forward.output.args = (s.forward.results[:-1],)
+
+
+def results_swapped(s: Schedule) -> None:
+    first, second, *rest = s.forward.results
+    s.forward.output.args = ((second, first, *rest),)
+
+
+def reordered_after_ranks_agreed(s: Schedule) -> None:
+    s.agreed = tuple(s.skeleton())
+    first, second = s.forward.all_gathers[:2]
+    for member in (second.prev, second) if ops.LABELS.get(second.prev.meta["fxshard"].kind) == "LIMIT" else (second,):
+        first.prepend(member)
+
+
+def a_collective_left_out_after_ranks_agreed(s: Schedule) -> None:
+    s.agreed = (*s.skeleton(), "backward RS layers.9 64")
+
+
 MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("inputs_precede_uses", wait_before_its_gather, "layers.1", {}),
     ("inputs_precede_uses", flatten_before_its_gradients, "layers.1", {}),
@@ -341,6 +463,28 @@ MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("every_buffer_has_a_slot", no_slot, "layers.1", {}),
     ("every_buffer_has_a_slot", a_slot_beyond_the_arena, "layers.1", {}),
     ("every_buffer_has_a_slot", a_slot_that_is_not_aligned, "layers.1", {}),
+    ("reads_its_own_flat_parameter", two_units_shards_swapped, "layers.1", {}),
+    ("reads_its_own_flat_parameter", a_reduce_that_names_another_unit, "layers.1", {}),
+    ("reads_its_own_flat_parameter", reduce_of_another_units_buffer, "layers.1", {}),
+    ("on_its_queue_and_group", a_gather_on_the_replicate_queue, "layers.1", {"W": 4}),
+    ("on_its_queue_and_group", a_scatter_in_the_replicate_group, "layers.1", {"W": 4}),
+    ("on_its_queue_and_group", an_all_reduce_among_no_replicas, "layers.1", {}),
+    ("on_its_queue_and_group", a_wait_on_the_reduce_queue, "layers.1", {}),
+    ("divided_exactly_once", divided_twice, "layers.1", {}),
+    ("divided_exactly_once", never_divided, "layers.1", {}),
+    ("reduced_exactly_once", divided_by_hand_too, "layers.1", {}),
+    ("padding_stays_outside", a_view_into_the_padding, "layers.1", {}),
+    ("padding_stays_outside", padding_in_the_gradient, "layers.1", {}),
+    ("padding_stays_outside", pieces_that_overlap, "layers.1", {}),
+    ("effects_as_captured", random_operator_run_again_in_backward, "dropout", {"model": Random}),
+    ("effects_as_captured", random_operators_swapped, "dropout", {"model": Random}),
+    ("effects_as_captured", random_operator_lost, "dropout", {"model": Random}),
+    ("effects_as_captured", a_buffers_new_value_lost, "copy_", {"model": Random}),
+    ("effects_as_captured", buffers_written_in_another_order, "copy_", {"model": Random}),
+    ("results_as_captured", a_result_too_few, "forward", {}),
+    ("results_as_captured", results_swapped, "forward", {}),
+    ("order_is_agreed_on", reordered_after_ranks_agreed, "layers.0", {"rate_limit": None}),
+    ("order_is_agreed_on", a_collective_left_out_after_ranks_agreed, "backward", {}),
     ("slots_do_not_overlap", a_slot_over_a_living_one, "layers.1", {}),
     ("slots_do_not_overlap", a_slot_half_over_a_living_one, "layers.1", {}),
     ("slots_do_not_overlap", a_reused_slot_without_its_event, "layers.1", {}),
@@ -408,14 +552,14 @@ def test_illegal_moves_name_what_pins_the_node():
     gather, wait = only(s, "forward", "all_gather", "layers.1"), only(s, "forward", "wait", "layers.1")
     with pytest.raises(fxshard.ScheduleError, match=r"WAIT layers\.1 may not move before AG layers\.1.*pins it"):
         s.forward.move_before(wait, gather)
-    with pytest.raises(fxshard.ScheduleError, match=r"AG layers\.1 may not move before.*WAIT layers\.1 reads it"):
+    with pytest.raises(fxshard.ScheduleError, match=r"AG layers\.1 may not move before.*WAIT layers\.1 pins it"):
         s.forward.move_before(gather, wait.next)
     assert not s.forward.move_before(gather, gather.next)
     verify.verify(s)
 
 
 def test_a_gather_moves_with_its_cast():
-    s = schedule(mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16), backward_prefetch=0, forward_prefetch=0)
+    s = schedule(mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16), forward_prefetch=0, rate_limit=None)
     first = next(n for n in s.forward.graph.nodes if n.op == "call_function")
     gather, cast = (only(s, "forward", kind, "layers.1") for kind in ("all_gather", "cast_shard"))
     assert s.forward.move_before(gather, first)
@@ -431,7 +575,7 @@ def test_kinds_have_a_meaning_for_one_rank():
     value = torch.arange(6.0)
     assert torch.equal(ops.all_gather(value, "u"), value) and ops.all_gather(value, "u") is not value
     assert torch.equal(ops.param_view(value, "w", 2, (2, 2), (2, 1)), torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
-    flat = ops.flatten_grads([torch.ones(2), None, torch.ones(1)], "u", (0, 2, 4), 6)
-    assert flat.tolist() == [1, 1, 0, 0, 1, 0]
+    flat = ops.flatten_grads([torch.ones(2), None, torch.ones(1)], "u", (0, 2, 4), 6, 2)
+    assert flat.tolist() == [0.5, 0.5, 0, 0, 0.5, 0]
     assert ops.reduce_scatter(value, "u") is value and ops.all_reduce(value, "u") is value
     assert ops.wait(value, "u") is value and ops.cast_shard(value, "u", torch.bfloat16).dtype == torch.bfloat16

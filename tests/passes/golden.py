@@ -22,21 +22,26 @@ def after(
 
 
 def text(schedule: Schedule, phase: str) -> str:
-    """One phase, without operator counts; lines of operators that only differ in their count become one."""
+    """One phase without its titles and operator counts; lines of operators that only differ in their count are one."""
     lines = schedule.text().splitlines()
     names = [p.name for p in schedule.phases]
-    start = lines.index(phase) + 1
+    start = lines.index(phase) + 2
     end = next(i for i in range(start, len(lines)) if lines[i] in names or lines[i].startswith("memory"))
     kept: list[str] = []
     for line in lines[start:end]:
-        line = re.sub(r"\s+\d+ operators?$", "", line[2:])
+        line = re.sub(r"\s+\d+ ops?$", "", line[2:])
         if not kept or kept[-1] != line:
             kept.append(line)
     return "\n".join(kept)
 
 
 def golden(expected: str) -> str:
-    return textwrap.dedent(expected).strip()
+    return textwrap.dedent(expected).strip("\n").rstrip()
+
+
+def part(lines: list[str]) -> str:
+    """Some lines of a phase, as far left as they go together."""
+    return textwrap.dedent("\n".join(lines))
 
 
 def remarks(schedule: Schedule, by: str, kind: str | None = None) -> list[Remark]:

@@ -11,31 +11,31 @@ def test_golden():
     # AG layers.1 is issued before WAIT layers.2, so it runs under the gradient of layers.2 and ahead of its RS; the first
     # gather of the phase comes first of all.
     assert text(after(5), "backward") == golden("""
-        unshard    AG     layers.2  288 B
-        compute    GRAD
-        unshard    AG     layers.1  288 B
-        compute    WAIT   layers.2  for AG layers.2
-        compute    GRAD   layers.2
-        compute    FREE   layers.2
-        compute    GRAD   layers.2
-        compute    FLAT   layers.2  288 B
-        reduce     RS     layers.2  288 B
-        compute    GRAD   layers.2
-        compute    WAIT   layers.1  for AG layers.1
-        compute    GRAD   layers.1
-        compute    FREE   layers.1
-        compute    GRAD   layers.1
-        compute    FLAT   layers.1  288 B
-        reduce     RS     layers.1  288 B
-        compute    GRAD   layers.1
-        compute    FLAT   layers.0  288 B
-        reduce     RS     layers.0  288 B
-        compute    WAIT   layers.2  for RS layers.2
-        compute    ACC    layers.2  144 B
-        compute    WAIT   layers.1  for RS layers.1
-        compute    ACC    layers.1  144 B
-        compute    WAIT   layers.0  for RS layers.0
-        compute    ACC    layers.0  144 B
+        AG     layers.2  288 B
+                                GRAD   layers.2
+        AG     layers.1  288 B
+                                WAIT   layers.2  for AG
+                                GRAD   layers.2
+                                FREE   layers.2
+                                GRAD   layers.2
+                                FLAT   layers.2  288 B
+                                                         RS     layers.2  288 B
+                                GRAD   layers.1
+                                WAIT   layers.1  for AG
+                                GRAD   layers.1
+                                FREE   layers.1
+                                GRAD   layers.1
+                                FLAT   layers.1  288 B
+                                                         RS     layers.1  288 B
+                                GRAD   layers.0
+                                FLAT   layers.0  288 B
+                                                         RS     layers.0  288 B
+                                WAIT   layers.2  for RS
+                                ACC    layers.2  144 B
+                                WAIT   layers.1  for RS
+                                ACC    layers.1  144 B
+                                WAIT   layers.0  for RS
+                                ACC    layers.0  144 B
     """)
 
 

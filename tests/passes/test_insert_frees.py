@@ -11,21 +11,21 @@ def test_golden():
     # A unit's buffer is only needed by its matrix product: what follows in the block runs without it.
     schedule = after(3)
     assert text(schedule, "forward") == golden("""
-        unshard    AG     layers.0  288 B
-        compute    WAIT   layers.0  for AG layers.0
-        compute    FWD    layers.0
-        compute    FREE   layers.0
-        compute    FWD    layers.0
-        unshard    AG     layers.1  288 B
-        compute    WAIT   layers.1  for AG layers.1
-        compute    FWD    layers.1
-        compute    FREE   layers.1
-        compute    FWD    layers.1
-        unshard    AG     layers.2  288 B
-        compute    WAIT   layers.2  for AG layers.2
-        compute    FWD    layers.2
-        compute    FREE   layers.2
-        compute    FWD    layers.2
+        AG     layers.0  288 B
+                                WAIT   layers.0  for AG
+                                FWD    layers.0
+                                FREE   layers.0
+                                FWD    layers.0
+        AG     layers.1  288 B
+                                WAIT   layers.1  for AG
+                                FWD    layers.1
+                                FREE   layers.1
+                                FWD    layers.1
+        AG     layers.2  288 B
+                                WAIT   layers.2  for AG
+                                FWD    layers.2
+                                FREE   layers.2
+                                FWD    layers.2
     """)
 
 

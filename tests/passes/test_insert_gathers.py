@@ -13,24 +13,26 @@ def test_golden():
     # gradient of the model's input is not asked for.
     schedule = after(1)
     assert text(schedule, "forward") == golden("""
-        unshard    AG     layers.0  288 B
-        compute    WAIT   layers.0  for AG layers.0
-        compute    FWD    layers.0
-        unshard    AG     layers.1  288 B
-        compute    WAIT   layers.1  for AG layers.1
-        compute    FWD    layers.1
-        unshard    AG     layers.2  288 B
-        compute    WAIT   layers.2  for AG layers.2
-        compute    FWD    layers.2
+        AG     layers.0  288 B
+                                WAIT   layers.0  for AG
+                                FWD    layers.0
+        AG     layers.1  288 B
+                                WAIT   layers.1  for AG
+                                FWD    layers.1
+        AG     layers.2  288 B
+                                WAIT   layers.2  for AG
+                                FWD    layers.2
     """)
     assert text(schedule, "backward") == golden("""
-        compute    GRAD
-        unshard    AG     layers.2  288 B
-        compute    WAIT   layers.2  for AG layers.2
-        compute    GRAD   layers.2
-        unshard    AG     layers.1  288 B
-        compute    WAIT   layers.1  for AG layers.1
-        compute    GRAD   layers.1
+                                GRAD   layers.2
+        AG     layers.2  288 B
+                                WAIT   layers.2  for AG
+                                GRAD   layers.2
+                                GRAD   layers.1
+        AG     layers.1  288 B
+                                WAIT   layers.1  for AG
+                                GRAD   layers.1
+                                GRAD   layers.0
     """)
 
 

@@ -88,6 +88,6 @@ def test_a_pass_without_apply_and_a_failing_one_are_named():
         name: ClassVar[str] = "empty"
 
     with pytest.raises(
-        fxshard.PassError, match=r"pass 8 of 9, 'empty', failed: NotImplementedError: pass 'empty' has no"
+        fxshard.PassError, match=r"empty, pass 8 of 9, failed: NotImplementedError: pass 'empty' has no"
     ):
         fxshard.trace(Chain(), (batches(1)[0],), F=2, passes=[Empty()])
