@@ -24,6 +24,7 @@ from fxshard.capture.harmless import prepare
 from fxshard.errors import AgreementError, CaptureError
 from fxshard.ir import FlatParameter, Remark, Schedule
 from fxshard.ir.schedule import bytes_text
+from fxshard.ir.verify import verify
 from fxshard.options import InitFunction, Options, check_factor
 from fxshard.parameter import Generation, ShardedParameter
 from fxshard.runtime import (
@@ -47,8 +48,17 @@ class ShardedModule:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the latest training capture (of the latest capture if there is none)."""
+        """The schedule of the latest training capture (of the latest capture if there is none).
+
+        Assign an edited `schedule.copy()` to it and the model runs that from its next forward on, the memory planned anew
+        where the edits ask for it. It is verified first; where it changes the order of collectives every rank assigns the
+        same one. Raises ScheduleError, AgreementError or ValueError (the schedule of another model) with nothing changed.
+        """
         return _state(self).latest_schedule()
+
+    @schedule.setter
+    def schedule(self, edited: Schedule) -> None:
+        _state(self).replace_schedule(edited)
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -195,6 +205,24 @@ class _State:
         if program is None:
             raise RuntimeError("the schedule was traced but the model has not run yet: call it once")
         return program
+
+    def replace_schedule(self, edited: Schedule) -> None:
+        if not isinstance(edited, Schedule):
+            raise TypeError(f"model.schedule = {type(edited).__name__}: a Schedule was expected, edited from a copy of it")
+        program = self.latest_program()
+        if edited is program.schedule:
+            return
+        if edited.flats != program.schedule.flats or edited.origin != program.schedule.origin:
+            raise ValueError("this schedule is of another model or call: edit `model.schedule.copy()`")
+        if edited.runs:
+            raise ValueError("this schedule runs already, for another call: edit a copy of it")
+        if "memory-planned" not in edited.established:
+            passes.run([passes.PlanMemory()], edited, reproducer=False)
+        verify(edited)
+        self.agree(edited)
+        edited.runs, edited.agreed = True, tuple(edited.skeleton())
+        self.captured[self.captured.index(program.schedule)] = edited
+        program.replace(edited)
 
     @contextlib.contextmanager
     def plain_parameters(self) -> Iterator[None]:

@@ -109,6 +109,11 @@ class Program:
         self._forward = None
         self._backward.clear()
 
+    def replace(self, schedule: Schedule) -> None:
+        """Run another schedule of the same captured call from the next forward on."""
+        self.schedule = schedule
+        self.unbind()
+
     def source(self, phase: str = "forward", given: tuple[bool, ...] | None = None) -> str:
         """The lowered code of a phase as text."""
         if phase not in ("forward", "backward"):
@@ -138,12 +143,13 @@ class Program:
 
     # -- one call
 
-    def begin_call(self) -> int:
-        """What `begin_backward` of this call is to be given: the generation of the parameters."""
-        return self.executor.generation.value
+    def begin_call(self) -> tuple[int, Schedule]:
+        """What `begin_backward` of this call is to be given: the generation of the parameters, and what forward runs."""
+        return self.executor.generation.value, self.schedule
 
-    def begin_backward(self, generation: int, skipped: frozenset[str] = frozenset()) -> None:
+    def begin_backward(self, call: tuple[int, Schedule], skipped: frozenset[str] = frozenset()) -> None:
         """Called right before `backward`; `skipped` names parameters this backward is not asked to accumulate into."""
+        generation, schedule = call
         if torch.is_grad_enabled():
             raise RuntimeError("double backward (create_graph=True) through a sharded model is not supported")
         if generation != self.executor.generation.value:
@@ -151,6 +157,8 @@ class Program:
                 "parameters changed between forward and backward (an optimizer step, a load or an in-place edit): the "
                 "gradient would mix old activations with new weights. Run forward again"
             )
+        if schedule is not self.schedule:
+            raise RuntimeError("the schedule was replaced between forward and backward: run forward again")
         self.executor.skipped = skipped
 
     def forward(self, arguments: list[Any]) -> Sequence[Any]:

@@ -94,3 +94,8 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 def is_random(node: fx.Node) -> bool:
     """Whether running the node twice may give two results."""
     return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the node draws random numbers or writes: it runs once, and in its order."""
+    return is_random(node) or bool(mutated_inputs(node))

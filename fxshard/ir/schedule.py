@@ -20,7 +20,7 @@ from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir import ops
-from fxshard.ir.aliasing import alias_roots, is_random, mutated_inputs, storage_users
+from fxshard.ir.aliasing import alias_roots, has_effect, mutated_inputs, storage_users
 from fxshard.ir.layout import FlatParameter
 
 INFO = "fxshard"
@@ -103,7 +103,7 @@ class Origin:
 
     @staticmethod
     def of(phase: Phase) -> Origin:
-        effects = [n.name for n in phase.graph.nodes if is_random(n) or mutated_inputs(n)]
+        effects = [n.name for n in phase.graph.nodes if has_effect(n)]
         return Origin(tuple(effects), tuple(r.name if isinstance(r, fx.Node) else None for r in phase.results))
 
 
@@ -256,7 +256,7 @@ class Phase:
         """What stops `node` from standing right before `anchor`; None when the move is legal.
 
         An input, a user, a FREE of memory it reads or a reader of what it frees, a write to memory they share, another
-        random operator, a collective of the same kind and FlatParameter and, where ranks have agreed on the order of
+        random operator or write, a collective of the same kind and FlatParameter and, where ranks have agreed on the order of
         collectives, any collective. A cast and a throttle travel with their gather.
         """
         if node.op in _FIXED or anchor.op in ("placeholder", "get_attr"):
@@ -273,17 +273,18 @@ class Phase:
         return None
 
     def _travelling(self, node: fx.Node) -> list[fx.Node]:
-        """The node and what belongs to it alone, in order: the cast of its shard, the throttle that holds it back."""
-        group = [node]
-        for source in node.all_input_nodes:
-            if info(source).kind == "cast_shard" and list(source.users) == [node]:
-                group.insert(0, source)
-        if info(node).kind == "all_gather":
-            before = group[0].prev
-            while info(before).kind == "throttle" and info(before).flat == info(node).flat:
-                group.insert(0, before)
-                before = before.prev
-        return group
+        """The node and what goes with it, in order: a gather's cast and the throttle that holds it back, a WAIT's views."""
+        own = [i for i in node.all_input_nodes if info(i).kind == "cast_shard" and list(i.users) == [node]]
+        before = node.prev
+        while info(node).kind == "all_gather" and (before in own or self._throttles(before, node)):
+            if before not in own:
+                own.append(before)
+            before = before.prev
+        return [*sorted(own), node, *(u for u in node.users if info(u).kind == "param_view")]
+
+    @staticmethod
+    def _throttles(throttle: fx.Node, gather: fx.Node) -> bool:
+        return info(throttle).kind == "throttle" and info(throttle).flat == info(gather).flat
 
     def _conflict(self, node: fx.Node, other: fx.Node) -> bool:
         """Whether the order of the two matters though neither reads the other."""
@@ -295,7 +296,7 @@ class Phase:
             return False
         if other_kind == "free":
             return node in set(storage_users(other.args[0]))  # type: ignore[arg-type]
-        if is_random(node) and is_random(other):
+        if has_effect(node) and has_effect(other):
             return True
         for writer, reader in ((node, other), (other, node)):
             if written := mutated_inputs(writer):
@@ -307,7 +308,8 @@ class Phase:
     # -- moves
 
     def move_before(self, node: fx.Node, anchor: fx.Node, by: str = "user") -> bool:
-        """Put `node` (and its cast and throttle) right before `anchor`, earlier or later than it stands.
+        """Put `node`, with what goes with it, right before `anchor`, earlier or later than it stands. A gather takes its cast
+        and its throttle along, a WAIT the views of what it waits for.
 
         Returns whether anything moved. Raises ScheduleError, naming the node that pins it, where the move would break a
         dependency, reorder what ranks agreed on, or exceed a rate limit that holds already; nothing has moved then. A
@@ -321,22 +323,22 @@ class Phase:
             raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {describe(pin)} pins it")
         if self.schedule is not None and self.schedule.on_move is not None:
             self.schedule.on_move(node, anchor)
-        back = group[-1].next
+        back = [(member, member.next) for member in reversed(group)]
         for member in group:
             anchor.prepend(member)
         if (problem := self._exceeds()) is not None:
-            for member in group:
-                back.prepend(member)
+            for member, following in back:
+                following.prepend(member)
             raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {problem}")
         for member in group:
-            if (found := member.meta.get(INFO)) is not None:
+            if (found := member.meta.get(INFO)) is not None and found.kind != "param_view":
                 found.moved_by += (by,)
         if self.schedule is not None:
             self.schedule.established.discard("memory-planned")
         return True
 
     def move_after(self, node: fx.Node, anchor: fx.Node, by: str = "user") -> bool:
-        """Put `node` (and its cast and throttle) right after `anchor`; else as `move_before`."""
+        """Put `node`, with what goes with it, right after `anchor`; else as `move_before`."""
         return node is not anchor and self.move_before(node, anchor.next, by)
 
     def _check_open(self) -> None:
@@ -433,7 +435,7 @@ def describe(node: fx.Node) -> str:
     return node.name
 
 
-@dataclass
+@dataclass(eq=False)
 class Schedule:
     """Units, phases, memory plan and history of one captured call signature.
 

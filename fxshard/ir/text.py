@@ -168,15 +168,24 @@ def around(phase: Phase, node: fx.Node, context: int = 2) -> list[str]:
 def events(phase: Phase) -> list[tuple[str, str]]:
     """The phase as the FSDP paper's Figure 5 tells it: collectives and the work of units, in issue order.
 
-    `("AG", "layers.0"), ("F", "layers.0"), ...`; F is forward, B backward, and work of one unit is told once until
-    another unit or a collective comes.
+    `("AG", "layers.0"), ("F", "layers.0"), ...`; F is forward, B backward. The work of a unit is told once a visit, at its
+    WAIT if it has one: operators of the unit that come before, as they read no parameter, are not told apart.
     """
     word = "B" if phase.name == "backward" else "F"
     told: list[tuple[str, str]] = []
+    waits = [n for n in phase.waits if info(n.args[0]).kind == "all_gather"]  # type: ignore[arg-type]
+    to_come = {info(n).unit for n in waits}
+    last: str | None = None
     for unit, nodes in phase.steps():
-        kind = info(nodes[0]).kind
-        if kind in ops.COLLECTIVES:
-            told.append((ops.LABELS[kind], info(nodes[0]).flat or ""))
-        elif kind == "compute" and unit and (not told or told[-1] != (word, unit)):
+        found = info(nodes[0])
+        if found.kind in ops.COLLECTIVES:
+            told.append((ops.LABELS[found.kind], found.flat or ""))
+            continue
+        starts = nodes[0] in waits and found.unit in to_come
+        if starts:
+            to_come.discard(found.unit)
+            unit = found.unit or ""
+        if starts or (found.kind == "compute" and unit and unit != last and unit not in to_come):
             told.append((word, unit))
+            last = unit
     return told

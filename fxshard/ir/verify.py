@@ -14,7 +14,7 @@ from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir import ops
-from fxshard.ir.aliasing import alias_roots, is_random, mutated_inputs, storage_users
+from fxshard.ir.aliasing import alias_roots, has_effect, is_random, storage_users
 from fxshard.ir.schedule import Phase, Schedule, Slot, describe, hint, info, user_line
 
 Problem = tuple[fx.Node, str]
@@ -280,7 +280,7 @@ def padding_stays_outside(schedule: Schedule, phase: Phase) -> list[Problem]:
 def effects_as_captured(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Random operators and writes to buffers run once each, in the order in which they were captured."""
     wanted = schedule.origin[phase.name].effects
-    there = [n for n in phase.graph.nodes if is_random(n) or mutated_inputs(n)]
+    there = [n for n in phase.graph.nodes if has_effect(n)]
     names = [n.name for n in there]
     if tuple(names) == wanted:
         return []
