@@ -36,7 +36,7 @@ from fxshard.ir.schedule import (
 FORMAT, VERSION = "fxshard schedule", 1
 
 _WRITTEN = "fxshard_value"
-"""Key in `node.meta` of a value as it was read, expressions included."""
+"""Where a value keeps how it was written, device and expressions included: on the tensor, or in `node.meta`."""
 
 _Overload = type(torch.ops.aten.mm.default)
 
@@ -167,7 +167,9 @@ def _phase_in(written: Mapping[str, Any], flats: Mapping[str, FlatParameter]) ->
             fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
             node.meta[INFO] = NodeInfo(**fields)
         if (value := entry.get("value")) is not None:
-            node.meta[_WRITTEN], node.meta["val"] = value, _tensor_in(value)
+            node.meta["val"] = _tensor_in(value)
+            if isinstance(value, dict) and "symbol" in value:
+                node.meta[_WRITTEN] = value
         if (slot := entry.get("slot")) is not None:
             node.meta["slot"] = Slot(slot["offset"], slot["num_bytes"], tuple(slot["after"]))
         node.meta["line"] = entry.get("line", "")
@@ -268,6 +270,8 @@ def _value_in(written: Any, nodes: Mapping[str, fx.Node]) -> Any:
 
 def _tensor_out(value: Any) -> Any:
     """What is known of a node's value: a tensor's dtype, shape, stride and device, or a symbolic number."""
+    if (written := getattr(value, _WRITTEN, None)) is not None:
+        return written
     if isinstance(value, torch.Tensor):
         stride = [_size_out(s) for s in value.stride()] if value.layout == torch.strided else None
         return {
@@ -293,9 +297,13 @@ def _tensor_in(written: Any) -> Any:
     if not isinstance(written, dict) or "symbol" in written:
         return written["hint"] if isinstance(written, dict) else written
     shape, dtype = [_hint(s) for s in written["shape"]], getattr(torch, written["dtype"])
-    if written["stride"] is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.empty_strided(shape, [_hint(s) for s in written["stride"]], dtype=dtype, device="meta")
+    strides = [_hint(s) for s in written["stride"]] if written["stride"] is not None else None
+    if strides is None:
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    setattr(tensor, _WRITTEN, written)
+    return tensor
 
 
 def _hint(size: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -151,7 +152,7 @@ def a_gathered_view_saved(s: Schedule) -> str:
 
 def two_slots_overlapped(s: Schedule) -> str:
     nodes = [n for n in s.backward.graph.nodes if "slot" in n.meta and info(n).kind in ("flatten_grads", "all_gather")]
-    for first, second in zip(nodes, nodes[1:]):
+    for first, second in itertools.pairwise(nodes):
         if info(first).flat != info(second).flat and first.meta["slot"].offset != second.meta["slot"].offset:
             slot: Slot = first.meta["slot"]
             second.meta["slot"] = dataclasses.replace(second.meta["slot"], offset=slot.offset, after=())

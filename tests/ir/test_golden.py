@@ -117,7 +117,8 @@ def test_fsdp_with_prefetch():
 
 
 def test_fsdp_with_prefetch_in_full():
-    assert re.sub(r"\d+ ops?", "ops", trace().text()) == golden("""  # how many differs between versions of torch
+    # Without the numbers of operators, which differ between versions of torch.
+    assert re.sub(r"\d+ ops?", "ops", trace().text()) == golden("""
     schedule  W=2  F=2  replicas=1
     # insert-gathers
     # insert-reduces
