@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import cast
 
 from torch import fx
 
-from fxshard.ir import Phase, Schedule, Slot, clock, ops
+from fxshard.ir import FlatParameter, Phase, Schedule, Slot, clock, ops
 from fxshard.ir.clock import Span, Task, Times
 from fxshard.ir.schedule import describe, info
 
@@ -27,7 +28,10 @@ QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
 
 @dataclass(frozen=True)
 class Bar:
-    """What occupies a queue: a compute segment, named after its unit, or a collective, after its FlatParameter."""
+    """What occupies a queue: a compute segment, named after its unit, or a collective, after its FlatParameter.
+
+    The parts of a root that is split count as units of their own: its compute is named after the part it reads.
+    """
 
     phase: str
     queue: str
@@ -40,6 +44,8 @@ class Bar:
     num_operators: int = 0
     passes: tuple[str, ...] = ()
     """The pass that put a collective there, then those that moved it."""
+    whole: tuple[float, float] | None = None
+    """When it really starts and ends, where a row shows a piece of it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Mark:
 class Arrow:
     """`wait`: from the end of a collective to its WAIT. `limit`: from a FREE to the AllGather that waited for it."""
 
+    phase: str
     kind: str
     name: str
     source: str
@@ -79,9 +86,11 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Curve:
-    """A step function: `points` are (time, bytes from then on), in issue order; several may share a time."""
+    """A step function: `points` are (time, bytes from then on), phase after phase in issue order; several may share a
+    time. `ends` says how many there are by the end of each phase."""
 
     points: tuple[tuple[float, int], ...]
+    ends: tuple[int, ...]
 
     @property
     def peak(self) -> tuple[float, int]:
@@ -100,11 +109,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All that a picture of a schedule shows, without a place on paper."""
+    """All that a picture of a schedule, or one row of it, shows; without a place on paper."""
 
     W: int
     F: int
     passes: tuple[str, ...]
+    unit: str
+    """Of time: `slots`, or as the schedule's costs say."""
+    slot: float
+    """The median unit's forward."""
     spans: tuple[Span, ...]
     lanes: tuple[Lane, ...]
     arrows: tuple[Arrow, ...]
@@ -115,8 +128,14 @@ class Timeline:
     """Bytes of unsharded gradients and of what reducing them needs."""
     resident_bytes: int
     kinds: dict[str, str]
-    """Unit to unit kind, its name with `*` for numbers, in registration order."""
-    root_kinds: frozenset[str]
+    """Unit to unit kind, its name with `*` for numbers, in registration order; parts of the root are of one kind."""
+    root_kind: str
+    parts: dict[str, tuple[str, ...]]
+    """What the parts of a split root are: the modules in each."""
+
+    @property
+    def start(self) -> float:
+        return self.spans[0].start
 
     @property
     def end(self) -> float:
@@ -127,42 +146,86 @@ def lay_out(schedule: Schedule) -> Timeline:
     """Lay a schedule out in time. Works after any pass; what is not inserted yet is not there."""
     times = clock.run(schedule)
     resident = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
-    gathered, gradients = [(0.0, resident)], [(0.0, 0)]
+    curves: dict[str, list[tuple[float, int]]] = {"gathered": [(0.0, resident)], "gradients": [(0.0, 0)]}
+    ends: dict[str, list[int]] = defaultdict(list)
+    bars: list[Bar] = []
     for phase, span in zip(schedule.phases, times.spans):
-        lives = _Lives(schedule, phase, (task for task in times.tasks if task.phase == phase.name))
-        for curve, name in ((gathered, "gathered"), (gradients, "gradients")):
-            base = curve[0][1]
-            curve += [(time, base + level) for time, level in lives.levels(name, span.end)]
-    bars = [_bar(task) for task in times.tasks if task.kind in ops.COLLECTIVES or task.end > task.start]
+        tasks = [task for task in times.tasks if task.phase == phase.name]
+        lives = _Lives(schedule, phase, tasks)
+        for name, points in curves.items():
+            points += [(time, points[0][1] + level) for time, level in lives.levels(name, span.end)]
+            ends[name].append(len(points))
+        bars += _bars(schedule, tasks)
     marks = [_mark(task) for task in times.tasks if task.kind not in (*ops.COLLECTIVES, "compute", "throttle")]
     found = {bar.queue for bar in bars} | {mark.queue for mark in marks} | {"compute"}
     queues = [q for q in QUEUE_ORDER if q in found] + sorted(found - set(QUEUE_ORDER))
-    kinds = {unit: re.sub(r"\d+", "*", unit) for unit in schedule.units}
+    roots = [flat for flat in schedule.flats.values() if flat.is_root]
+    root_kind = roots[0].unit if roots else ""
+    kinds = {
+        _owner(flat): root_kind if flat.is_root else re.sub(r"\d+", "*", flat.unit) for flat in schedule.flats.values()
+    }
+    forward: dict[str, float] = defaultdict(float)
+    for bar in bars:
+        if bar.kind == "compute" and bar.phase == times.spans[0].phase:
+            forward[bar.unit] += bar.end - bar.start
     return Timeline(
         schedule.W,
         schedule.F,
         tuple(record.text for record in schedule.history),
+        times.costs.unit,
+        statistics.median(forward.values()) if forward else times.total,
         times.spans,
         tuple(Lane(q, tuple(b for b in bars if b.queue == q), tuple(m for m in marks if m.queue == q)) for q in queues),
         tuple(_arrows(times)),
         tuple(Exposed(gap.phase, gap.start, gap.end, describe(gap.cause)) for gap in times.gaps),
-        Curve(tuple(gathered)),
-        Curve(tuple(gradients)),
+        Curve(tuple(curves["gathered"]), tuple(ends["gathered"])),
+        Curve(tuple(curves["gradients"]), tuple(ends["gradients"])),
         resident,
         kinds,
-        frozenset(kinds[flat.unit] for flat in schedule.flats.values() if flat.is_root),
+        root_kind,
+        {
+            f.name: tuple(dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in f.fqns))
+            for f in roots
+            if len(roots) > 1
+        },
     )
 
 
-def _bar(task: Task) -> Bar:
-    found = info(task.node)
-    if task.kind == "compute":
-        return Bar(
-            task.phase, task.queue, "compute", task.unit, task.unit, task.start, task.end, num_operators=len(task.nodes)
-        )
-    passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
-    name, unit = found.flat or "", found.unit or ""
-    return Bar(task.phase, task.queue, task.kind, name, unit, task.start, task.end, found.num_bytes, passes=passes)
+def _owner(flat: FlatParameter) -> str:
+    return flat.name if flat.is_root else flat.unit
+
+
+def _bars(schedule: Schedule, tasks: list[Task]) -> Iterator[Bar]:
+    """Bars of one phase in issue order. Operators of the root that read none of it are of the part read last, or first."""
+    parts = {flat.name for flat in schedule.flats.values() if flat.is_root}
+    units = {flat.unit for flat in schedule.flats.values() if flat.is_root}
+    reads = [next((f for f in map(_flat_read, task.nodes) if f in parts), None) for task in tasks]
+    part = next((flat for flat in reads if flat is not None), None)
+    for task, read in zip(tasks, reads):
+        found = info(task.node)
+        if task.kind == "compute" and task.end > task.start:
+            part = read or part
+            name = part if task.unit in units and part is not None else task.unit
+            yield Bar(task.phase, task.queue, "compute", name, name, task.start, task.end, 0, len(task.nodes))
+        elif task.kind in ops.COLLECTIVES:
+            flat = schedule.flats[found.flat or ""]
+            passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
+            yield Bar(
+                task.phase,
+                task.queue,
+                task.kind,
+                flat.name,
+                _owner(flat),
+                task.start,
+                task.end,
+                found.num_bytes,
+                0,
+                passes,
+            )
+
+
+def _flat_read(node: fx.Node) -> str | None:
+    return next((info(i).flat for i in node.all_input_nodes if info(i).kind == "param_view"), None)
 
 
 def _mark(task: Task) -> Mark:
@@ -181,13 +244,94 @@ def _arrows(times: Times) -> Iterator[Arrow]:
         name = info(task.node).flat or ""
         if task.kind == "wait":
             source = _awaited(task)
-            yield Arrow("wait", name, info(source).queue, times.end(source), task.queue, task.start)
+            yield Arrow(task.phase, "wait", name, info(source).queue, times.end(source), task.queue, task.start)
         elif task.kind == "throttle":
             limits[name] = times.end(_awaited(task))
         elif task.kind == "all_gather":
             freed = limits.pop(name, math.inf)
             if math.isclose(freed, task.start):
-                yield Arrow("limit", name, "compute", freed, task.queue, task.start)
+                yield Arrow(task.phase, "limit", name, "compute", freed, task.queue, task.start)
+
+
+def cut_in_rows(timeline: Timeline, longest: float, most: int) -> list[tuple[float, float]]:
+    """Start and end of each row: the whole step if it is at most `longest`, else phases by themselves, cut in equal parts
+    where compute of a unit starts; in more than `most` rows only what is longer than `most` of `longest`.
+    """
+    if timeline.end <= longest:
+        return [(0.0, timeline.end)]
+    compute = next(lane for lane in timeline.lanes if lane.queue == "compute")
+    rows = []
+    for span, count in zip(timeline.spans, _rows_of(timeline.spans, longest, most)):
+        bars = [bar for bar in compute.bars if bar.phase == span.phase]
+        starts = [bar.start for before, bar in pairwise(bars) if bar.unit != before.unit]
+        cuts = [span.start]
+        for i in range(1, count):
+            even = span.start + (span.end - span.start) * i / count
+            cuts.append(min((s for s in starts if s > cuts[-1]), key=lambda s: abs(s - even), default=span.end))
+        rows += [row for row in pairwise([*cuts, span.end]) if row[0] < row[1]]
+    return rows
+
+
+def _rows_of(spans: Sequence[Span], longest: float, most: int) -> list[int]:
+    """Rows for each phase, none over `longest`, or `most` in all with the longest row as short as may be."""
+    needed = [math.ceil((span.end - span.start) / longest) for span in spans]
+    counts = [1] * len(spans)
+    while sum(counts) < min(sum(needed), max(most, len(spans))):
+        lengths = [(span.end - span.start) / count for span, count in zip(spans, counts)]
+        counts[lengths.index(max(lengths))] += 1
+    return counts
+
+
+def clipped(timeline: Timeline, start: float, end: float) -> Timeline:
+    """What happens from `start` to `end`, for one row. Bars and exposed time are cut; an arrow that is there in part stays
+    whole. What takes no time and happens at the border of two rows of a phase is in the first."""
+    spans = {s.phase: s for s in timeline.spans if s.start < end and s.end > start}
+    places = [i for i, span in enumerate(timeline.spans) if span.phase in spans]
+    phases = range(places[0], places[-1] + 1)
+
+    def holds(phase: str, time: float) -> bool:
+        return phase in spans and (start < time <= end or time == start == spans[phase].start)
+
+    def cut(bar: Bar) -> Bar:
+        if start <= bar.start and bar.end <= end:
+            return bar
+        return replace(bar, start=max(bar.start, start), end=min(bar.end, end), whole=(bar.start, bar.end))
+
+    def meets(first: float, last: float, phase: str) -> bool:
+        return (first < end and last > start) if first < last else holds(phase, first)
+
+    return replace(
+        timeline,
+        spans=tuple(replace(s, start=max(s.start, start), end=min(s.end, end)) for s in spans.values()),
+        lanes=tuple(
+            Lane(
+                lane.queue,
+                tuple(cut(bar) for bar in lane.bars if meets(bar.start, bar.end, bar.phase)),
+                tuple(mark for mark in lane.marks if holds(mark.phase, mark.time)),
+            )
+            for lane in timeline.lanes
+        ),
+        arrows=tuple(a for a in timeline.arrows if meets(a.source_time, a.target_time, a.phase)),
+        exposed=tuple(
+            replace(gap, start=max(gap.start, start), end=min(gap.end, end))
+            for gap in timeline.exposed
+            if gap.start < end and gap.end > start
+        ),
+        gathered=_clipped_curve(timeline.gathered, phases, start, end),
+        gradients=_clipped_curve(timeline.gradients, phases, start, end),
+    )
+
+
+def _clipped_curve(curve: Curve, phases: range, start: float, end: float) -> Curve:
+    """The points of these phases from `start` to `end`, after one at `start` with what is held then."""
+    first = curve.ends[phases.start - 1] if phases.start else 0
+    points = curve.points[first : curve.ends[phases.stop - 1]]
+    held = curve.points[max(first - 1, 0)]
+    if start > held[0]:
+        held = [held, *(point for point in points if point[0] <= start)][-1]
+        points = tuple(point for point in points if point[0] > start)
+    kept = ((start, held[1]), *(point for point in points if point[0] <= end))
+    return Curve(kept, (len(kept),))
 
 
 class _Lives:
