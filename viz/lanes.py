@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -85,11 +85,13 @@ class Place:
 
 
 class Lanes:
-    """Places the lanes of one row of `whole` from `y` down when made; draws when asked."""
+    """Places the lanes of one row of `whole` from `y` down when made; draws when asked. `fill`: the
+    classes of each bar and mark."""
 
-    def __init__(self, row: Timeline, whole: Timeline, canvas: Canvas, palette: Palette, level: int, y: float):
-        self.timeline, self.canvas, self.palette = row, canvas, palette
-        self.names = Names(whole, palette, level)
+    def __init__(
+        self, row: Timeline, whole: Timeline, canvas: Canvas, names: Names, fill: Callable[[Bar | Mark], str], y: float
+    ):
+        self.timeline, self.canvas, self.names, self.fill = row, canvas, names, fill
         self.order = [lane.queue for lane in whole.lanes]
         self.mark_size = min(4.0, max(1.0, 0.25 * canvas.scale * whole.slot))
         self.places: dict[str, Place] = {}
@@ -153,7 +155,7 @@ class Lanes:
                 canvas.rect(canvas.x(gap.start), place.top, width, height, "exposed", _gap_title(gap, unit))
         for run, label in place.runs:
             left, right = canvas.x(run[0].start), canvas.x(run[-1].end)
-            outlined, fill = right - left >= OUTLINED, self.palette.fill(run[0].unit)
+            outlined, fill = right - left >= OUTLINED, self.fill(run[0])
             single = outlined and len(run) == 1
             for bar in run:
                 width = (bar.end - bar.start) * canvas.scale
@@ -177,7 +179,7 @@ class Lanes:
             row = self._row_name(mark)
             shape = mark_shape(row, self.canvas.x(mark.time), place.rows[row], self.mark_size)
             title = f"{MARKS[mark.kind][0]} {mark.name}, {mark.phase}, at {time_text(mark.time, self.timeline.unit)}"
-            self.canvas.path(shape, mark.kind, title)
+            self.canvas.path(shape, self.fill(mark), title)
         self.canvas.add("</g>")
 
     def _draw_arrows(self) -> None:
@@ -239,7 +241,11 @@ class Lanes:
         """Every n-th name of one kind and phase, n as small as the room allows."""
         outside = sorted(outside, key=lambda run: run[0].start)
         named = [
-            (self.canvas.x((run[0].start + run[-1].end) / 2), self.palette.place[run[0].unit], self.names.of(run[0]))
+            (
+                self.canvas.x((run[0].start + run[-1].end) / 2),
+                self.names.palette.place[run[0].unit],
+                self.names.of(run[0]),
+            )
             for run in outside
         ]
         thinned: list[tuple[float, str]] = []

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import fx
 
 from fxshard.ir import FlatParameter, Phase, Schedule, Slot, clock, ops
 from fxshard.ir.clock import Span, Task, Times
+from fxshard.ir.costs import Costs
 from fxshard.ir.schedule import describe, info
 
 QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
@@ -44,8 +45,14 @@ class Bar:
     num_operators: int = 0
     passes: tuple[str, ...] = ()
     """The pass that put a collective there, then those that moved it."""
+    occurrence: int = 0
+    """How many of the same `identity` were issued before it."""
     whole: tuple[float, float] | None = None
     """When it really starts and ends, where a row shows a piece of it."""
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        return self.phase, self.kind, self.name
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,15 @@ class Mark:
     time: float
     source: str = ""
     """For a WAIT, the queue it waits for."""
+    occurrence: int = 0
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """WAITs for different queues are different things."""
+        return self.phase, f"{self.kind} {self.source}".rstrip(), self.name
+
+
+Item = TypeVar("Item", Bar, Mark)
 
 
 @dataclass(frozen=True)
@@ -142,9 +158,9 @@ class Timeline:
         return self.spans[-1].end
 
 
-def lay_out(schedule: Schedule) -> Timeline:
-    """Lay a schedule out in time. Works after any pass; what is not inserted yet is not there."""
-    times = clock.run(schedule)
+def lay_out(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Lay a schedule out in time, by `costs` or its own. Works after any pass; what is not inserted yet is not there."""
+    times = clock.run(schedule, costs)
     resident = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
     curves: dict[str, list[tuple[float, int]]] = {"gathered": [(0.0, resident)], "gradients": [(0.0, 0)]}
     ends: dict[str, list[int]] = defaultdict(list)
@@ -156,7 +172,8 @@ def lay_out(schedule: Schedule) -> Timeline:
             points += [(time, points[0][1] + level) for time, level in lives.levels(name, span.end)]
             ends[name].append(len(points))
         bars += _bars(schedule, tasks)
-    marks = [_mark(task) for task in times.tasks if task.kind not in (*ops.COLLECTIVES, "compute", "throttle")]
+    marks = _numbered(_mark(t) for t in times.tasks if t.kind not in (*ops.COLLECTIVES, "compute", "throttle"))
+    bars = _numbered(bars)
     found = {bar.queue for bar in bars} | {mark.queue for mark in marks} | {"compute"}
     queues = [q for q in QUEUE_ORDER if q in found] + sorted(found - set(QUEUE_ORDER))
     roots = [flat for flat in schedule.flats.values() if flat.is_root]
@@ -189,6 +206,15 @@ def lay_out(schedule: Schedule) -> Timeline:
             if len(roots) > 1
         },
     )
+
+
+def _numbered(items: Iterable[Item]) -> list[Item]:
+    seen: Counter[tuple[str, str, str]] = Counter()
+    found = []
+    for item in items:
+        found.append(replace(item, occurrence=seen[item.identity]) if seen[item.identity] else item)
+        seen[item.identity] += 1
+    return found
 
 
 def _owner(flat: FlatParameter) -> str:
@@ -261,7 +287,7 @@ def cut_in_rows(timeline: Timeline, longest: float, most: int) -> list[tuple[flo
         return [(0.0, timeline.end)]
     compute = next(lane for lane in timeline.lanes if lane.queue == "compute")
     rows = []
-    for span, count in zip(timeline.spans, _rows_of(timeline.spans, longest, most)):
+    for span, count in zip(timeline.spans, rows_of(timeline.spans, longest, most)):
         bars = [bar for bar in compute.bars if bar.phase == span.phase]
         starts = [bar.start for before, bar in pairwise(bars) if bar.unit != before.unit]
         cuts = [span.start]
@@ -272,7 +298,7 @@ def cut_in_rows(timeline: Timeline, longest: float, most: int) -> list[tuple[flo
     return rows
 
 
-def _rows_of(spans: Sequence[Span], longest: float, most: int) -> list[int]:
+def rows_of(spans: Sequence[Span], longest: float, most: int) -> list[int]:
     """Rows for each phase, none over `longest`, or `most` in all with the longest row as short as may be."""
     needed = [math.ceil((span.end - span.start) / longest) for span in spans]
     counts = [1] * len(spans)

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -19,14 +19,15 @@ from fxshard.ir import ops
 from fxshard.ir.schedule import bytes_text
 from fxshard.viz import FORMATS, render
 from fxshard.viz.lanes import LANE_NOTES, TITLES, short_names
-from fxshard.viz.style import BOLD, FONT_SIZE, bytes_step, nice_step, number, plain, text_width, wrap
-from fxshard.viz.svg import LEFT, MARGIN, ROWS, WIDEST, draw_svg
+from fxshard.viz.page import LEFT, MARGIN, ROWS, WIDEST
+from fxshard.viz.style import bytes_step, nice_step, number, plain, text_width, wrap
+from fxshard.viz.svg import draw_svg
 from fxshard.viz.timeline import lay_out
 from tests.viz.cases import CASES, Named, traced
+from tests.viz.picture import SVG, check_text, classes, lane_bars, number_of, title
 
 every_case = pytest.mark.parametrize("name", CASES)
 
-SVG = "{http://www.w3.org/2000/svg}"
 LARGEST = 400_000
 """Bytes of a picture of 96 units, at most."""
 
@@ -34,25 +35,6 @@ LARGEST = 400_000
 @functools.cache
 def picture(name: str) -> Element:
     return ElementTree.fromstring(draw_svg(lay_out(traced(name))))
-
-
-def classes(element: Element) -> list[str]:
-    return element.get("class", "").split()
-
-
-def title(element: Element) -> str:
-    found = element.find(f"{SVG}title")
-    return found.text or "" if found is not None else ""
-
-
-def lane_bars(root: Element) -> list[list[Element]]:
-    """Bars of each lane, in the order they are written: without outlines and exposed time."""
-    groups = [g for g in root.iter(f"{SVG}g") if "bars" in classes(g)]
-    return [[r for r in g.iter(f"{SVG}rect") if title(r) and "exposed" not in classes(r)] for g in groups]
-
-
-def number_of(element: Element, name: str) -> float:
-    return float(element.get(name, "nan"))
 
 
 @every_case
@@ -105,19 +87,7 @@ def test_a_mark_for_each_node_that_takes_no_time(name: str) -> None:
 
 @every_case
 def test_text_neither_overlaps_nor_leaves_the_picture(name: str) -> None:
-    root = picture(name)
-    boxes = []
-    for element in root.iter(f"{SVG}text"):
-        found = re.search(r"font-size:([\d.]+)px", element.get("style", ""))
-        size = float(found[1]) if found else FONT_SIZE
-        width = text_width(element.text or "", size) * (BOLD if "strong" in classes(element) else 1.0)
-        x, y = number_of(element, "x"), number_of(element, "y")
-        left = x - width / 2 if "m" in classes(element) else x - width if "r" in classes(element) else x
-        boxes.append((left, left + width, y - 0.75 * size, y + 0.2 * size, element.text))
-    right, bottom = number_of(root, "width"), number_of(root, "height")
-    assert all(box[0] >= 0 and box[1] <= right and box[2] >= 0 and box[3] <= bottom for box in boxes)
-    for a, b in combinations(boxes, 2):
-        assert a[1] <= b[0] or b[1] <= a[0] or a[3] <= b[2] or b[3] <= a[2], f"{a[4]!r} runs into {b[4]!r}"
+    check_text(picture(name))
 
 
 @every_case
