@@ -4,22 +4,22 @@ Phase by phase and row by row: both timelines under each other on one time scale
 of the memory both hold. What was moved, added or removed has a colour; the rest is grey. Of marks and arrows only those
 of changed operations are drawn.
 
-An operation is the same in both if phase, kind, FlatParameter and occurrence are, for a WAIT also the queue it waits for;
-it has moved if it is not part of the
-longest sequence, operators of the model included, that both issue in the same order. Times of both are by the costs of
-the first, so what differs in time differs in order.
+What differs is what `fxshard.diff` says, so text and picture agree. Times of both are by the costs of the first: what
+differs in time differs in order.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+
+from torch import fx
 
 from fxshard.ir import Schedule, ops
 from fxshard.ir.costs import Costs
+from fxshard.ir.diff import diff
 from fxshard.ir.schedule import bytes_text, info
 from fxshard.viz import style
 from fxshard.viz.lanes import MARKS, Lanes, Names
@@ -40,10 +40,10 @@ from fxshard.viz.page import (
     unit_text,
 )
 from fxshard.viz.style import Palette, number
-from fxshard.viz.timeline import Bar, Mark, Span, Timeline, clipped, lay_out, rows_of
+from fxshard.viz.timeline import ROOT, Bar, Mark, Span, Timeline, clipped, lay_out, rows_of
 
 Key = tuple[str, str, str, int]
-"""Phase, kind (of a WAIT with the queue it waits for), FlatParameter (of an operator its name), occurrence."""
+"""Phase, kind (of a WAIT with the queue it waits for), FlatParameter, occurrence: a node of communication."""
 
 HUES = {"moved": style.HUES[0], "added": style.HUES[1], "removed": style.HUES[2]}
 SIDES = ("before", "after")
@@ -62,25 +62,18 @@ SHEET = "".join(
 )
 
 
-def changes(a: Schedule, b: Schedule) -> tuple[dict[Key, str], dict[Key, str]]:
+STATES = {"-": "removed", "<": "moved", "+": "added", ">": "moved", " ": "same"}
+
+
+def compared(a: Schedule, b: Schedule) -> tuple[dict[Key, str], dict[Key, str]]:
     """What became of each communication node of `a` (`same`, `moved`, `removed`), and how each of `b` came to be (`same`,
     `moved`, `added`)."""
-    before, after = list(_operations(a)), list(_operations(b))
-    place = {key: i for i, key in enumerate(after)}
-    common = [key for key in before if key in place]
-    kept = {common[i] for i in _longest_increasing([place[key] for key in common])}
-    shared = set(common)
-
-    def status(key: Key, alone: str) -> str:
-        return alone if key not in shared else "same" if key in kept else "moved"
-
-    return (
-        {key: status(key, "removed") for key in before if key[1] != "compute"},
-        {key: status(key, "added") for key in after if key[1] != "compute"},
-    )
+    marks = {change.row.node: STATES[change.mark] for change in diff(a, b).changes}
+    return _of_nodes(a, marks), _of_nodes(b, marks)
 
 
-def _operations(schedule: Schedule) -> Iterator[Key]:
+def _of_nodes(schedule: Schedule, marks: dict[fx.Node | None, str]) -> dict[Key, str]:
+    found = {}
     for phase in schedule.phases:
         seen: Counter[tuple[str, str]] = Counter()
         for node in phase.graph.nodes:
@@ -88,28 +81,9 @@ def _operations(schedule: Schedule) -> Iterator[Key]:
             if kind in ops.LABELS:
                 if kind == "wait":
                     kind = f"wait {info(node.args[0]).queue}"
-                yield phase.name, kind, flat, seen[kind, flat]
+                found[phase.name, kind, flat, seen[kind, flat]] = marks.get(node, "same")
                 seen[kind, flat] += 1
-            elif kind == "compute" and node.op == "call_function":
-                yield phase.name, kind, node.name, 0
-
-
-def _longest_increasing(values: Sequence[int]) -> list[int]:
-    """Indices of a longest increasing subsequence of distinct values."""
-    ends: list[int] = []  # the least value that ends a sequence of each length, and where it is
-    indices: list[int] = []
-    before: list[int] = []
-    for i, value in enumerate(values):
-        length = bisect_left(ends, value)
-        before.append(indices[length - 1] if length else -1)
-        ends[length : length + 1] = [value]
-        indices[length : length + 1] = [i]
-    found = []
-    i = indices[-1] if indices else -1
-    while i >= 0:
-        found.append(i)
-        i = before[i]
-    return found[::-1]
+    return found
 
 
 def render_diff(a: Schedule, b: Schedule, path: str | os.PathLike[str]) -> None:
@@ -140,10 +114,10 @@ class _Row:
 class _Diff:
     def __init__(self, a: Schedule, b: Schedule):
         costs = a.costs or Costs.unit_slots(a)
-        self.states = changes(a, b)
+        self.states = compared(a, b)
         self.sides = tuple(_only_changed(lay_out(s, costs), state) for s, state in zip((a, b), self.states))
         first, second = self.sides
-        self.palette = Palette(second.kinds | first.kinds, first.root_kind or second.root_kind)
+        self.palette = Palette(second.kinds | first.kinds, ROOT)
         self.slot = first.slot or second.slot
         self.rows = list(self._cut())
         phases = Counter(row.phase for row in self.rows)
@@ -182,7 +156,7 @@ class _Diff:
         lanes = [self._lanes(row, side, level, 0.0) for row in self.rows for side in (0, 1)]
         return all(found.complete for found in lanes if found is not None)
 
-    def _fill(self, side: int):
+    def _fill(self, side: int) -> Callable[[Bar | Mark], str]:
         def classes(item: Bar | Mark) -> str:
             state = self.states[side].get(_key(item), "same")
             if isinstance(item, Mark):

@@ -43,6 +43,9 @@ ABOVE, BELOW = ("cast_shard", "presence", "free", "wait-down"), ("wait-up", "acc
 LONGEST_NAME = 24
 """Characters."""
 
+GAP, MOST_ASIDE, BEYOND = 6.0, 8.0, 22.0
+"""Pixels between two names under a lane, how far one may stand to the right of its bar, and of the row."""
+
 WITH_BYTES = 0
 """The first level of names: collectives with their bytes. The next ones are the name and what it may be shortened to."""
 
@@ -102,6 +105,11 @@ class Lanes:
                 self.places[lane.queue] = place
                 y = max(place.bottom + NAMES * bool(place.names), *place.rows.values(), 0.0) + ROW / 2
         self.bottom = y
+
+    @property
+    def _last_pixel(self) -> float:
+        """Where a name under the bars has to end."""
+        return self.canvas.x(self.timeline.end) + BEYOND
 
     @property
     def complete(self) -> bool:
@@ -234,7 +242,7 @@ class Lanes:
             place.complete &= len(thinned) == len(outside)
             under += thinned
         place.runs = [(run, self.names.of(run[0]) if id(run) in inside else "") for run, _ in place.runs]
-        place.names = list(_side_by_side(sorted(under)))
+        place.names = list(_side_by_side(sorted(under), self._last_pixel))
         place.complete &= len(place.names) == len(under)
 
     def _thinned(self, outside: list[list[Bar]]) -> list[tuple[float, str]]:
@@ -256,17 +264,21 @@ class Lanes:
         return thinned
 
 
-def _side_by_side(names: list[tuple[float, str]]) -> Iterator[tuple[float, str]]:
-    """Of names in order of their centres, those that do not run into one before them."""
+def _side_by_side(names: list[tuple[float, str]], right: float) -> Iterator[tuple[float, str]]:
+    """Names in order of their centres, those that run into one before them a little to the right, or left out."""
     last: tuple[float, str] | None = None
-    for name in names:
-        if last is None or _apart(last, name):
-            last = name
-            yield name
+    for i, (x, text) in enumerate(names):
+        if last is not None and not _apart(last, (x, text)):
+            x = last[0] + (text_width(last[1]) + text_width(text)) / 2 + GAP
+            aside = x - names[i][0] > MOST_ASIDE or x + text_width(text) / 2 > right
+            if aside or (i + 1 < len(names) and not _apart((x, text), names[i + 1])):
+                continue
+        last = x, text
+        yield last
 
 
 def _apart(a: tuple[float, str], b: tuple[float, str]) -> bool:
-    return b[0] - a[0] >= (text_width(a[1]) + text_width(b[1])) / 2 + 6.0
+    return b[0] - a[0] >= (text_width(a[1]) + text_width(b[1])) / 2 + GAP - 1e-6
 
 
 def length(run: list[Bar]) -> float:

@@ -107,12 +107,13 @@ TINTS = {"a": 0.42, "b": 0.66, "c": 0.84}
 
 
 class Palette:
-    """The fill of each unit: one hue a unit kind, two tints of it in turn; three for the parts of the root."""
+    """The fill of each unit: one hue a unit kind, two tints of it in turn; three for
+    the parts of the kind `root`."""
 
-    def __init__(self, kinds: dict[str, str], root_kind: str):
+    def __init__(self, kinds: dict[str, str], root: str):
         hues = iter(HUES)
         distinct = dict.fromkeys(kinds.values())
-        self.hues = {kind: ROOT_HUE if kind == root_kind else next(hues, OTHER_HUE) for kind in distinct}
+        self.hues = {kind: ROOT_HUE if kind == root else next(hues, OTHER_HUE) for kind in distinct}
         names = {hue: f"u{i}" for i, hue in enumerate(dict.fromkeys(self.hues.values()))}
         self.members: dict[str, list[str]] = {}
         self.place = {"": 0}
@@ -121,7 +122,7 @@ class Palette:
         for unit, kind in kinds.items():
             place = self.place[unit] = len(self.members.setdefault(kind, []))
             self.members[kind].append(unit)
-            self._classes[unit] = names[self.hues[kind]] + ("bac"[place % 3] if kind == root_kind else "ba"[place % 2])
+            self._classes[unit] = names[self.hues[kind]] + ("bac"[place % 3] if kind == root else "ba"[place % 2])
         self.sheet = "".join(
             "".join(f".{name}{letter}{{fill:{tint(hue, white)}}}" for letter, white in TINTS.items())
             + "".join(f".{name}{letter}," for letter in TINTS).removesuffix(",")

@@ -30,7 +30,7 @@ from fxshard.viz.page import (
     unit_text,
 )
 from fxshard.viz.style import Palette, number, shortened
-from fxshard.viz.timeline import Bar, Mark, Span, Timeline, clipped, cut_in_rows
+from fxshard.viz.timeline import ROOT, Bar, Mark, Span, Timeline, clipped, cut_in_rows
 
 
 def draw_svg(timeline: Timeline) -> str:
@@ -41,7 +41,7 @@ def draw_svg(timeline: Timeline) -> str:
 class _Picture:
     def __init__(self, timeline: Timeline):
         self.timeline = timeline
-        self.palette = Palette(timeline.kinds, timeline.root_kind)
+        self.palette = Palette(timeline.kinds, ROOT)
         cuts = cut_in_rows(timeline, WIDEST / LEAST_SLOT * timeline.slot, ROWS)
         self.rows = [clipped(timeline, *cut) for cut in cuts]
         self.page = Page(max(end - start for start, end in cuts), timeline.slot)
@@ -119,7 +119,7 @@ class _Picture:
         for hue in dict.fromkeys(palette.hues.values()):
             kinds = [kind for kind, its_hue in palette.hues.items() if its_hue == hue]
             units = [unit for kind in kinds for unit in palette.members[kind]]
-            if t.parts and kinds == [t.root_kind]:
+            if t.parts and kinds == [ROOT]:
                 for part, modules in t.parts.items():
                     text = shortened(f"{part}: {', '.join(modules)}", 48)
                     yield ["swatch", palette.fill(part)], text + _each({gathered.get(part, 0)}, "")

@@ -18,10 +18,13 @@ from typing import TypeVar, cast
 
 from torch import fx
 
-from fxshard.ir import FlatParameter, Phase, Schedule, Slot, clock, ops
+from fxshard.ir import Phase, Schedule, Slot, clock, ops
 from fxshard.ir.clock import Span, Task, Times
 from fxshard.ir.costs import Costs
 from fxshard.ir.schedule import describe, info
+
+ROOT = "(root)"
+"""The kind of what is in no other unit, one part or several."""
 
 QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
 """Lanes from top to bottom: what feeds compute above it, what compute feeds below it."""
@@ -29,10 +32,7 @@ QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
 
 @dataclass(frozen=True)
 class Bar:
-    """What occupies a queue: a compute segment, named after its unit, or a collective, after its FlatParameter.
-
-    The parts of a root that is split count as units of their own: its compute is named after the part it reads.
-    """
+    """What occupies a queue: a compute segment, named after its unit, or a collective, after its FlatParameter."""
 
     phase: str
     queue: str
@@ -144,8 +144,7 @@ class Timeline:
     """Bytes of unsharded gradients and of what reducing them needs."""
     resident_bytes: int
     kinds: dict[str, str]
-    """Unit to unit kind, its name with `*` for numbers, in registration order; parts of the root are of one kind."""
-    root_kind: str
+    """Unit to unit kind, its name with `*` for numbers, in registration order; parts of the root are of the kind `ROOT`."""
     parts: dict[str, tuple[str, ...]]
     """What the parts of a split root are: the modules in each."""
 
@@ -171,16 +170,17 @@ def lay_out(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for name, points in curves.items():
             points += [(time, points[0][1] + level) for time, level in lives.levels(name, span.end)]
             ends[name].append(len(points))
-        bars += _bars(schedule, tasks)
+        bars += [_bar(t) for t in tasks if t.kind in ops.COLLECTIVES or (t.kind == "compute" and t.end > t.start)]
     marks = _numbered(_mark(t) for t in times.tasks if t.kind not in (*ops.COLLECTIVES, "compute", "throttle"))
     bars = _numbered(bars)
     found = {bar.queue for bar in bars} | {mark.queue for mark in marks} | {"compute"}
     queues = [q for q in QUEUE_ORDER if q in found] + sorted(found - set(QUEUE_ORDER))
-    roots = [flat for flat in schedule.flats.values() if flat.is_root]
-    root_kind = roots[0].unit if roots else ""
-    kinds = {
-        _owner(flat): root_kind if flat.is_root else re.sub(r"\d+", "*", flat.unit) for flat in schedule.flats.values()
-    }
+    roots = {flat.unit for flat in schedule.flats.values() if flat.is_root}
+    kinds = {unit: ROOT if unit in roots else re.sub(r"\d+", "*", unit) for unit in schedule.units}
+    modules: dict[str, dict[str, None]] = defaultdict(dict)
+    for flat in schedule.flats.values():
+        if len(roots) > 1 and flat.is_root:
+            modules[flat.unit] |= dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in flat.fqns)
     forward: dict[str, float] = defaultdict(float)
     for bar in bars:
         if bar.kind == "compute" and bar.phase == times.spans[0].phase:
@@ -199,12 +199,7 @@ def lay_out(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         Curve(tuple(curves["gradients"]), tuple(ends["gradients"])),
         resident,
         kinds,
-        root_kind,
-        {
-            f.name: tuple(dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in f.fqns))
-            for f in roots
-            if len(roots) > 1
-        },
+        {unit: tuple(names) for unit, names in modules.items()},
     )
 
 
@@ -217,41 +212,13 @@ def _numbered(items: Iterable[Item]) -> list[Item]:
     return found
 
 
-def _owner(flat: FlatParameter) -> str:
-    return flat.name if flat.is_root else flat.unit
-
-
-def _bars(schedule: Schedule, tasks: list[Task]) -> Iterator[Bar]:
-    """Bars of one phase in issue order. Operators of the root that read none of it are of the part read last, or first."""
-    parts = {flat.name for flat in schedule.flats.values() if flat.is_root}
-    units = {flat.unit for flat in schedule.flats.values() if flat.is_root}
-    reads = [next((f for f in map(_flat_read, task.nodes) if f in parts), None) for task in tasks]
-    part = next((flat for flat in reads if flat is not None), None)
-    for task, read in zip(tasks, reads):
-        found = info(task.node)
-        if task.kind == "compute" and task.end > task.start:
-            part = read or part
-            name = part if task.unit in units and part is not None else task.unit
-            yield Bar(task.phase, task.queue, "compute", name, name, task.start, task.end, 0, len(task.nodes))
-        elif task.kind in ops.COLLECTIVES:
-            flat = schedule.flats[found.flat or ""]
-            passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
-            yield Bar(
-                task.phase,
-                task.queue,
-                task.kind,
-                flat.name,
-                _owner(flat),
-                task.start,
-                task.end,
-                found.num_bytes,
-                0,
-                passes,
-            )
-
-
-def _flat_read(node: fx.Node) -> str | None:
-    return next((info(i).flat for i in node.all_input_nodes if info(i).kind == "param_view"), None)
+def _bar(task: Task) -> Bar:
+    found = info(task.node)
+    bar = Bar(task.phase, task.queue, task.kind, task.unit, task.unit, task.start, task.end)
+    if task.kind == "compute":
+        return replace(bar, num_operators=len(task.nodes))
+    passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
+    return replace(bar, name=found.flat or "", unit=found.unit or "", num_bytes=found.num_bytes, passes=passes)
 
 
 def _mark(task: Task) -> Mark:

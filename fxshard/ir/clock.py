@@ -165,13 +165,12 @@ class _Queues:
             self.gaps.append(Gap(self.phase.name, issued, start, cause))  # type: ignore[arg-type]
         self.free.update(dict.fromkeys(occupied, end))
         self.tasks.append(Task(self.phase.name, queue, unit, tuple(nodes), start, end, issued))
-        work, done = sum(works), 0.0
+        work, done, begin = sum(works), 0.0, start
         for i, each in enumerate(nodes):  # operators share the time of their segment
-            begin = start + duration * done / work if done else start
             done += works[i] if works else 0.0
-            after = start + duration * done / work if each is not nodes[-1] and work else end
+            after = min(end, start + duration * done / work) if work and each is not nodes[-1] else end
             self.nodes[each] = begin, after
-            self.ends[each.name] = after
+            self.ends[each.name] = begin = after
 
     def _ready(self, node: fx.Node) -> float:
         """When the inputs of a node, and the slot it writes, are there."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from itertools import combinations, permutations
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import pytest
 
+import fxshard
 from fxshard.ir import Schedule, ops
 from fxshard.ir.schedule import bytes_text, info
 from fxshard.viz import render_diff
-from fxshard.viz.diff import _longest_increasing, changes, draw_diff
+from fxshard.viz.diff import compared, draw_diff
 from fxshard.viz.lanes import TITLES
 from fxshard.viz.page import LEFT, MARGIN, WIDEST
 from fxshard.viz.timeline import lay_out
@@ -55,13 +55,13 @@ def collectives(schedule: Schedule) -> Counter[str]:
 
 
 def test_nothing_changed() -> None:
-    for states in changes(traced("hybrid"), traced("hybrid")):
+    for states in compared(traced("hybrid"), traced("hybrid")):
         assert set(states.values()) == {"same"}
 
 
 def test_prefetching_moves_gathers() -> None:
     """And the throttles before them, which are of the order of gathers too; nothing comes and nothing goes."""
-    before, after = changes(traced("no-prefetch"), traced("full"))
+    before, after = compared(traced("no-prefetch"), traced("full"))
     assert before.keys() == after.keys()
     moved = {key for key, state in before.items() if state != "same"}
     assert moved == {key for key, state in after.items() if state != "same"}
@@ -70,7 +70,7 @@ def test_prefetching_moves_gathers() -> None:
 
 
 def test_residents_remove_the_gathers_of_backward_and_frees() -> None:
-    before, after = changes(traced("hybrid"), traced("resident"))
+    before, after = compared(traced("hybrid"), traced("resident"))
     removed = {key for key, state in before.items() if state == "removed"}
     layers = [f"layers.{i}" for i in range(4)]
     for name in layers:
@@ -78,37 +78,37 @@ def test_residents_remove_the_gathers_of_backward_and_frees() -> None:
         assert ("backward", "wait replicate", name, 0) not in removed
     assert "added" not in after.values()
     # the other way round the same operations are added
-    back = changes(traced("resident"), traced("hybrid"))[1]
+    back = compared(traced("resident"), traced("hybrid"))[1]
     assert {key for key, state in back.items() if state == "added"} == removed
 
 
-def test_a_pass_that_moves_is_seen_to_move_just_that() -> None:
-    before, _ = changes(traced("hybrid"), traced("late-accumulation"))
-    moved = {key[1] for key, state in before.items() if state == "moved"}
-    assert moved == {"accumulate_grad"}
-    assert set(before.values()) == {"same", "moved"}
+def test_a_pass_that_moves_is_seen_to_move() -> None:
+    """Of an ACC that goes over others to the end and of one that does not, either may count as where it was."""
+    before, after = compared(traced("hybrid"), traced("late-accumulation"))
+    moved = [key for key, state in before.items() if state == "moved"]
+    assert {key[2] for key in moved if key[1] == "accumulate_grad"} >= {"(root).1", "layers.2", "layers.3"}
+    assert {key[1] for key in moved} <= {"accumulate_grad", "wait replicate"}
+    assert set(before.values()) == set(after.values()) == {"same", "moved"}
 
 
 @every_pair
 def test_what_did_not_move_is_in_the_same_order(a: str, b: str) -> None:
-    before, after = changes(traced(a), traced(b))
-    kept = [[key for key, state in states.items() if state == "same"] for states in (before, after)]
+    """Apart from LIMITs, which are the same if they wait for the same FREE."""
+    before, after = compared(traced(a), traced(b))
+    kept = [[k for k, state in side.items() if state == "same" and k[1] != "throttle"] for side in (before, after)]
     assert kept[0] == kept[1]
-    assert {k for k, s in before.items() if s == "moved"} == {k for k, s in after.items() if s == "moved"}
-    assert not {k for k, s in before.items() if s == "removed"} & after.keys()
-    assert not {k for k, s in after.items() if s == "added"} & before.keys()
+    moved = [{k for k, state in side.items() if state == "moved" and k[1] != "throttle"} for side in (before, after)]
+    assert moved[0] == moved[1]
+    # removed and still there: with other bytes
+    assert {after.get(k, "added") for k, state in before.items() if state == "removed"} <= {"added"}
 
 
-def test_longest_increasing_is_the_longest() -> None:
-    def increasing(values: tuple[int, ...]) -> bool:
-        return list(values) == sorted(values)
-
-    for length in range(6):
-        for values in permutations(range(length)):
-            found = _longest_increasing(values)
-            assert increasing(tuple(found))
-            assert increasing(tuple(values[i] for i in found))
-            assert not any(increasing(longer) for longer in combinations(values, len(found) + 1))
+def test_counts_are_those_of_the_text() -> None:
+    found = fxshard.diff(traced("hybrid"), traced("resident"))
+    before, after = compared(traced("hybrid"), traced("resident"))
+    assert Counter(before.values())["removed"] == found.count("-") > 0
+    assert Counter(after.values())["added"] == found.count("+")
+    assert Counter(before.values())["moved"] == Counter(after.values())["moved"] == found.count("<")
 
 
 # -- the picture
@@ -128,7 +128,7 @@ def test_all_collectives_of_both_are_there_and_coloured_by_what_became_of_them(a
     if a != "names":  # names that XML cannot hold are compared in test_svg
         assert drawn == collectives(traced(a)) + collectives(traced(b))
     coloured = Counter(classes(bar)[0] for bar in begun if not classes(bar)[0].startswith("same"))
-    states = [s for states in changes(traced(a), traced(b)) for k, s in states.items() if k[1] in ops.COLLECTIVES]
+    states = [s for states in compared(traced(a), traced(b)) for k, s in states.items() if k[1] in ops.COLLECTIVES]
     assert coloured == Counter(state for state in states if state != "same")
 
 
@@ -139,7 +139,7 @@ def test_marks_are_those_of_changed_operations_and_of_their_waits(a: str, b: str
     coloured = Counter(tuple(classes(path)) for path in marks if "unchanged" not in classes(path))
     states = [
         (key[1].split()[0], state)
-        for states in changes(traced(a), traced(b))
+        for states in compared(traced(a), traced(b))
         for key, state in states.items()
         if state != "same" and key[1] not in (*ops.COLLECTIVES, "throttle")
     ]
@@ -196,7 +196,7 @@ def test_lines_join_where_a_collective_was_and_is_in_short_phases_only() -> None
         found = [p.get("d", "") for p in picture(a, b).iter(f"{SVG}path") if classes(p) == ["link"]]
         return sum(data.count("M") for data in found)
 
-    moved = [k for k, s in changes(traced("no-prefetch"), traced("full"))[0].items() if s == "moved"]
+    moved = [k for k, s in compared(traced("no-prefetch"), traced("full"))[0].items() if s == "moved"]
     in_the_legend = 1
     assert lines("no-prefetch", "full") == sum(key[1] in ops.COLLECTIVES for key in moved) + in_the_legend
     assert lines("96-late", "96-units") == 0
