@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 from fxshard.ir import Schedule
+from fxshard.viz.diff import render_diff
 from fxshard.viz.svg import draw_svg
 from fxshard.viz.timeline import lay_out
 
-__all__ = ["FORMATS", "render"]
+__all__ = ["FORMATS", "render", "render_diff"]
 
 FORMATS = (".svg",)
 

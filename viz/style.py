@@ -18,12 +18,24 @@ INK, FAINT, EDGE, GRID, PAPER = "#1c2430", "#5c6773", "#aab3bd", "#e6eaee", "#ff
 FONT = "Helvetica,Arial,'DejaVu Sans',sans-serif"
 FONT_SIZE = 11.0
 
-BOLD = 1.12
-"""How much wider bold text is."""
+BOLD = 1.15
+"""How much wider bold text is, at most."""
 
-_EMS = {chr(code): 0.65 for code in range(128)}
-_EMS |= dict.fromkeys("fijlrtI.,:;|!'/()[] ", 0.42)
-_EMS |= dict.fromkeys("ABCDEFGHJKLNOPQRSTUVXYZ&+<>=", 0.84) | dict.fromkeys("mwMW@%", 1.0)
+# The wider of DejaVu Sans and Arial, rounded up; what is not listed counts as one em.
+_EMS = {
+    character: width
+    for width, characters in (
+        (0.32, " ',.Iijl·"),
+        (0.42, "!()-/:;[]\\frt|"),
+        (0.53, '"*J`sz'),
+        (0.6, "?L_ckvxy"),
+        (0.65, "$0123456789FTabdeghnopqu{}"),
+        (0.7, "ABEKPSVXYZ"),
+        (0.79, "&CDGHNOQRU"),
+        (0.86, "#+<=>^w~"),
+    )
+    for character in characters
+}
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
@@ -90,52 +102,47 @@ def bytes_step(largest: int, count: int) -> int:
     return max(1, round(nice_step(largest / count / unit) * unit))
 
 
-class Palette:
-    """The fill of each unit: one hue a unit kind, two tints of it in turn."""
+TINTS = {"a": 0.42, "b": 0.66, "c": 0.84}
+"""Share of white in each fill of a hue."""
 
-    def __init__(self, kinds: dict[str, str], root_kinds: Iterable[str]):
-        roots, hues = set(root_kinds), iter(HUES)
+
+class Palette:
+    """The fill of each unit: one hue a unit kind, two tints of it in turn; three for
+    the parts of the kind `root`."""
+
+    def __init__(self, kinds: dict[str, str], root: str):
+        hues = iter(HUES)
         distinct = dict.fromkeys(kinds.values())
-        self.hues = {kind: ROOT_HUE if kind in roots else next(hues, OTHER_HUE) for kind in distinct}
+        self.hues = {kind: ROOT_HUE if kind == root else next(hues, OTHER_HUE) for kind in distinct}
         names = {hue: f"u{i}" for i, hue in enumerate(dict.fromkeys(self.hues.values()))}
+        self.members: dict[str, list[str]] = {}
         self.place = {"": 0}
         """Number of each unit within its kind."""
         self._classes = {"": "none"}
-        members: dict[str, list[str]] = {}
         for unit, kind in kinds.items():
-            self.place[unit] = len(members.setdefault(kind, []))
-            members[kind].append(unit)
-            self._classes[unit] = names[self.hues[kind]] + "ba"[self.place[unit] % 2]
-        self.legend = self._legend(members, names)
-        """(text, classes) of each hue."""
+            place = self.place[unit] = len(self.members.setdefault(kind, []))
+            self.members[kind].append(unit)
+            self._classes[unit] = names[self.hues[kind]] + ("bac"[place % 3] if kind == root else "ba"[place % 2])
         self.sheet = "".join(
-            f".{name}a{{fill:{tint(hue, 0.42)}}}.{name}b{{fill:{tint(hue, 0.66)}}}"
-            f".{name}a,.{name}b{{stroke:{shade(hue)}}}"
+            "".join(f".{name}{letter}{{fill:{tint(hue, white)}}}" for letter, white in TINTS.items())
+            + "".join(f".{name}{letter}," for letter in TINTS).removesuffix(",")
+            + f"{{stroke:{shade(hue)}}}"
             for hue, name in names.items()
         )
 
     def fill(self, unit: str) -> str:
         return self._classes.get(unit, "none")
 
-    def _legend(self, members: dict[str, list[str]], names: dict[Hue, str]) -> list[tuple[str, list[str]]]:
-        entries = []
-        for hue, name in names.items():
-            kinds = [kind for kind in members if self.hues[kind] == hue]
-            text = shortened(kinds[0]) if len(kinds) == 1 else f"{len(kinds)} more kinds of unit"
-            several = sum(len(members[kind]) for kind in kinds) > 1
-            entries.append((text, [f"{name}b", f"{name}a"] if several else [f"{name}b"]))
-        return entries
-
 
 class Canvas:
-    """Lines of SVG; `x` maps slots to pixels."""
+    """Lines of SVG; `x` maps a time to pixels, `origin` being at `left`."""
 
     def __init__(self, left: float, scale: float):
-        self.left, self.scale = left, scale
+        self.left, self.scale, self.origin = left, scale, 0.0
         self.lines: list[str] = []
 
     def x(self, time: float) -> float:
-        return self.left + time * self.scale
+        return self.left + (time - self.origin) * self.scale
 
     def add(self, line: str) -> None:
         self.lines.append(line)

@@ -1,17 +1,8 @@
 """From a schedule to what a picture of it shows: lanes of bars and marks, arrows, exposed time, memory curves.
 
-Time is in unit slots, not measured, since a schedule knows bytes and no costs:
-
-    compute      in proportion to the bytes its operators read and write; the median unit's forward is 1 slot
-    collectives  in proportion to their bytes; those of a phase add up to 0.8 of its compute
-    the rest     (WAIT, FREE, FLAT, CAST, ACC, LIMIT) takes no time
-
-The host issues in order and never blocks. A queue runs in issue order; a node starts when its queue is free, its inputs
-are ready and its slot is free. Collectives of the shard group (unshard and reduce) share one communicator and so run
-one at a time in issue order. A phase starts when the one before it has ended.
-
-A buffer counts as memory from where the compute queue stands when it is issued, or from its start if that is earlier, to
-the node that ends its life, as in plan-memory; residents have memory of their own through the whole step.
+Times are those of `fxshard.ir.clock`. A buffer counts as memory from where the compute queue stands when it is issued, or
+from its start if that is earlier, to the node that ends its life, as in plan-memory; residents have memory of their own
+through the whole step.
 """
 
 from __future__ import annotations
@@ -19,27 +10,24 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, cast
+from itertools import accumulate, pairwise
+from typing import TypeVar, cast
 
 from torch import fx
 
-from fxshard.ir import Phase, Schedule, Slot, ops
-from fxshard.ir.aliasing import aliased_inputs, mutated_inputs
-from fxshard.ir.schedule import describe, info, tensor_bytes
+from fxshard.ir import Phase, Schedule, Slot, clock, ops
+from fxshard.ir.clock import Span, Task, Times
+from fxshard.ir.costs import Costs
+from fxshard.ir.schedule import describe, info
+
+ROOT = "(root)"
+"""The kind of what is in no other unit, one part or several."""
 
 QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
 """Lanes from top to bottom: what feeds compute above it, what compute feeds below it."""
-
-COMMUNICATORS = {"unshard": "shard group", "reduce": "shard group", "replicate": "replicate group"}
-
-COMMUNICATION_SHARE = 0.8
-"""All collectives of a phase, in units of its compute."""
-
-SHORTEST = 0.02
-"""The least slots a compute segment or a collective takes, so that it can be seen."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,14 @@ class Bar:
     num_operators: int = 0
     passes: tuple[str, ...] = ()
     """The pass that put a collective there, then those that moved it."""
+    occurrence: int = 0
+    """How many of the same `identity` were issued before it."""
+    whole: tuple[float, float] | None = None
+    """When it really starts and ends, where a row shows a piece of it."""
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        return self.phase, self.kind, self.name
 
 
 @dataclass(frozen=True)
@@ -70,12 +66,22 @@ class Mark:
     time: float
     source: str = ""
     """For a WAIT, the queue it waits for."""
+    occurrence: int = 0
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """WAITs for different queues are different things."""
+        return self.phase, f"{self.kind} {self.source}".rstrip(), self.name
+
+
+Item = TypeVar("Item", Bar, Mark)
 
 
 @dataclass(frozen=True)
 class Arrow:
     """`wait`: from the end of a collective to its WAIT. `limit`: from a FREE to the AllGather that waited for it."""
 
+    phase: str
     kind: str
     name: str
     source: str
@@ -96,24 +102,16 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Curve:
-    """A step function: `points` are (time, bytes from then on), in issue order; several may share a time."""
+    """A step function: `points` are (time, bytes from then on), phase after phase in issue order; several may share a
+    time. `ends` says how many there are by the end of each phase."""
 
     points: tuple[tuple[float, int], ...]
+    ends: tuple[int, ...]
 
     @property
     def peak(self) -> tuple[float, int]:
         """When the most bytes are first held, and how many."""
         return max(self.points, key=lambda point: point[1])
-
-
-@dataclass(frozen=True)
-class Span:
-    """A phase on the time axis; `exposed` slots of it the compute queue is idle."""
-
-    phase: str
-    start: float
-    end: float
-    exposed: float
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All that a picture of a schedule shows, without a place on paper."""
+    """All that a picture of a schedule, or one row of it, shows; without a place on paper."""
 
     W: int
     F: int
     passes: tuple[str, ...]
+    unit: str
+    """Of time: `slots`, or as the schedule's costs say."""
+    slot: float
+    """The median unit's forward."""
     spans: tuple[Span, ...]
     lanes: tuple[Lane, ...]
     arrows: tuple[Arrow, ...]
@@ -142,144 +144,193 @@ class Timeline:
     """Bytes of unsharded gradients and of what reducing them needs."""
     resident_bytes: int
     kinds: dict[str, str]
-    """Unit to unit kind, its name with `*` for numbers, in registration order."""
-    root_kinds: frozenset[str]
+    """Unit to unit kind, its name with `*` for numbers, in registration order; parts of the root are of the kind `ROOT`."""
+    parts: dict[str, tuple[str, ...]]
+    """What the parts of a split root are: the modules in each."""
+
+    @property
+    def start(self) -> float:
+        return self.spans[0].start
 
     @property
     def end(self) -> float:
         return self.spans[-1].end
 
 
-def lay_out(schedule: Schedule) -> Timeline:
-    """Lay a schedule out in unit slots. Works after any pass; what is not inserted yet is not there."""
-    slots = _slots_per_byte(schedule)
+def lay_out(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Lay a schedule out in time, by `costs` or its own. Works after any pass; what is not inserted yet is not there."""
+    times = clock.run(schedule, costs)
     resident = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
-    gathered, gradients = [(0.0, resident)], [(0.0, 0)]
-    runs: list[_Run] = []
-    for phase in schedule.phases:
-        run = _Run(schedule, phase, runs[-1].end if runs else 0.0, slots)
-        runs.append(run)
-        for curve, levels in ((gathered, run.gathered), (gradients, run.gradients)):
-            base = curve[0][1]
-            curve += [(time, base + level) for time, level in levels]
-    bars = [bar for run in runs for bar in run.bars]
-    marks = [mark for run in runs for mark in run.marks]
+    curves: dict[str, list[tuple[float, int]]] = {"gathered": [(0.0, resident)], "gradients": [(0.0, 0)]}
+    ends: dict[str, list[int]] = defaultdict(list)
+    bars: list[Bar] = []
+    for phase, span in zip(schedule.phases, times.spans):
+        tasks = [task for task in times.tasks if task.phase == phase.name]
+        lives = _Lives(schedule, phase, tasks)
+        for name, points in curves.items():
+            points += [(time, points[0][1] + level) for time, level in lives.levels(name, span.end)]
+            ends[name].append(len(points))
+        bars += [_bar(t) for t in tasks if t.kind in ops.COLLECTIVES or (t.kind == "compute" and t.end > t.start)]
+    marks = _numbered(_mark(t) for t in times.tasks if t.kind not in (*ops.COLLECTIVES, "compute", "throttle"))
+    bars = _numbered(bars)
     found = {bar.queue for bar in bars} | {mark.queue for mark in marks} | {"compute"}
     queues = [q for q in QUEUE_ORDER if q in found] + sorted(found - set(QUEUE_ORDER))
-    kinds = {unit: re.sub(r"\d+", "*", unit) for unit in schedule.units}
+    roots = {flat.unit for flat in schedule.flats.values() if flat.is_root}
+    kinds = {unit: ROOT if unit in roots else re.sub(r"\d+", "*", unit) for unit in schedule.units}
+    modules: dict[str, dict[str, None]] = defaultdict(dict)
+    for flat in schedule.flats.values():
+        if len(roots) > 1 and flat.is_root:
+            modules[flat.unit] |= dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in flat.fqns)
+    forward: dict[str, float] = defaultdict(float)
+    for bar in bars:
+        if bar.kind == "compute" and bar.phase == times.spans[0].phase:
+            forward[bar.unit] += bar.end - bar.start
     return Timeline(
         schedule.W,
         schedule.F,
         tuple(record.text for record in schedule.history),
-        tuple(run.span for run in runs),
+        times.costs.unit,
+        statistics.median(forward.values()) if forward else times.total,
+        times.spans,
         tuple(Lane(q, tuple(b for b in bars if b.queue == q), tuple(m for m in marks if m.queue == q)) for q in queues),
-        tuple(arrow for run in runs for arrow in run.arrows),
-        tuple(gap for run in runs for gap in run.exposed),
-        Curve(tuple(gathered)),
-        Curve(tuple(gradients)),
+        tuple(_arrows(times)),
+        tuple(Exposed(gap.phase, gap.start, gap.end, describe(gap.cause)) for gap in times.gaps),
+        Curve(tuple(curves["gathered"]), tuple(ends["gathered"])),
+        Curve(tuple(curves["gradients"]), tuple(ends["gradients"])),
         resident,
         kinds,
-        frozenset(kinds[flat.unit] for flat in schedule.flats.values() if flat.is_root),
+        {unit: tuple(names) for unit, names in modules.items()},
     )
 
 
-class _Run:
-    """One phase executed in virtual time."""
+def _numbered(items: Iterable[Item]) -> list[Item]:
+    seen: Counter[tuple[str, str, str]] = Counter()
+    found = []
+    for item in items:
+        found.append(replace(item, occurrence=seen[item.identity]) if seen[item.identity] else item)
+        seen[item.identity] += 1
+    return found
 
-    def __init__(self, schedule: Schedule, phase: Phase, start: float, slots_per_byte: float):
-        self.phase, self.start = phase, start
-        self.bars: list[Bar] = []
-        self.marks: list[Mark] = []
-        self.arrows: list[Arrow] = []
-        self.exposed: list[Exposed] = []
-        self.clocks: dict[str, float] = defaultdict(lambda: start)
-        """When each queue, and each communicator, is free again."""
-        self.ends: dict[str, float] = {}
-        """When each node has ended, by name; one that is not here was there from the start."""
-        self.limits: dict[str, float] = {}
-        """When the FREE is reached that the next AllGather of a FlatParameter is held to."""
-        steps = [_Step(unit, nodes, slots_per_byte) for unit, nodes in phase.steps()]
-        compute = sum(step.slots for step in steps if step.kind == "compute")
-        moved = sum(info(step.node).num_bytes for step in steps if step.kind in ops.COLLECTIVES)
-        self.per_byte = COMMUNICATION_SHARE * compute / moved if moved else 0.0
-        lives = _Lives(schedule, phase)
-        for step in steps:
-            issued = self.clocks["compute"]
-            if step.kind == "compute":
-                begin = self._segment(step)
-            elif step.kind in ops.COLLECTIVES:
-                begin = self._collective(step.node)
-            else:
-                begin = self._instant(step.node)
-            lives.passed(step.node, min(issued, begin), self.clocks["compute"])
-        self.end = max(self.clocks.values())
-        self.gathered, self.gradients = (lives.levels(curve, self.end) for curve in ("gathered", "gradients"))
 
-    @property
-    def span(self) -> Span:
-        return Span(self.phase.name, self.start, self.end, sum(gap.end - gap.start for gap in self.exposed))
+def _bar(task: Task) -> Bar:
+    found = info(task.node)
+    bar = Bar(task.phase, task.queue, task.kind, task.unit, task.unit, task.start, task.end)
+    if task.kind == "compute":
+        return replace(bar, num_operators=len(task.nodes))
+    passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
+    return replace(bar, name=found.flat or "", unit=found.unit or "", num_bytes=found.num_bytes, passes=passes)
 
-    def _segment(self, step: _Step) -> float:
-        begin, end = self._enter("compute", step.nodes, step.slots)
-        bar = Bar(self.phase.name, "compute", "compute", step.unit, step.unit, begin, end)
-        self.bars.append(replace(bar, num_operators=len(step.nodes)))
-        return begin
 
-    def _collective(self, node: fx.Node) -> float:
-        found = info(node)
-        name = found.flat or ""
-        begin, end = self._enter(found.queue, [node], max(SHORTEST, self.per_byte * found.num_bytes))
-        bar = Bar(self.phase.name, found.queue, found.kind, name, found.unit or "", begin, end)
-        passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
-        self.bars.append(replace(bar, num_bytes=found.num_bytes, passes=passes))
-        freed = self.limits.pop(name, None) if found.kind == "all_gather" else None
-        if freed is not None and math.isclose(freed, begin):
-            self.arrows.append(Arrow("limit", name, "compute", freed, found.queue, begin))
-        return begin
+def _mark(task: Task) -> Mark:
+    source = info(_awaited(task)).queue if task.kind == "wait" else ""
+    return Mark(task.phase, task.queue, task.kind, info(task.node).flat or "", task.start, source)
 
-    def _instant(self, node: fx.Node) -> float:
-        found = info(node)
-        name = found.flat or ""
-        _, time = self._enter(found.queue, [node], 0.0)
-        if found.kind == "throttle":
-            self.limits[name] = self._ended(node.args[0])
-            return time
-        source = info(node.args[0]).queue if found.kind == "wait" else ""  # type: ignore[arg-type]
-        self.marks.append(Mark(self.phase.name, found.queue, found.kind, name, time, source))
-        if source:
-            self.arrows.append(Arrow("wait", name, source, self._ended(node.args[0]), found.queue, time))
-        return time
 
-    def _ended(self, node: Any) -> float:
-        return self.ends.get(node.name, self.start)
+def _awaited(task: Task) -> fx.Node:
+    """The collective of a WAIT, the FREE of a LIMIT."""
+    return cast(fx.Node, task.node.args[0])
 
-    def _enter(self, queue: str, nodes: list[fx.Node], slots: float) -> tuple[float, float]:
-        """Run nodes on a queue as early as it may be; returns when they start and end."""
-        free = self.clocks[queue]
-        held = [free]
-        communicator = COMMUNICATORS.get(queue) if slots else None
-        if communicator is not None:
-            held.append(self.clocks[communicator])
-        for node in nodes:
-            held += [self._ended(source) for source in node.all_input_nodes]
-            slot: Slot | None = node.meta.get("slot")
-            held += [self.ends[name] for name in (slot.after if slot is not None else ())]
-        begin = max(held)
-        end = begin + slots
-        if queue == "compute" and begin > free:
-            cause = nodes[0].args[0] if info(nodes[0]).kind == "wait" else nodes[0]
-            self.exposed.append(Exposed(self.phase.name, free, begin, describe(cause)))  # type: ignore[arg-type]
-        self.clocks[queue] = end
-        if communicator is not None:
-            self.clocks[communicator] = end
-        self.ends.update((node.name, end) for node in nodes)
-        return begin, end
+
+def _arrows(times: Times) -> Iterator[Arrow]:
+    limits: dict[str, float] = {}
+    for task in times.tasks:
+        name = info(task.node).flat or ""
+        if task.kind == "wait":
+            source = _awaited(task)
+            yield Arrow(task.phase, "wait", name, info(source).queue, times.end(source), task.queue, task.start)
+        elif task.kind == "throttle":
+            limits[name] = times.end(_awaited(task))
+        elif task.kind == "all_gather":
+            freed = limits.pop(name, math.inf)
+            if math.isclose(freed, task.start):
+                yield Arrow(task.phase, "limit", name, "compute", freed, task.queue, task.start)
+
+
+def cut_in_rows(timeline: Timeline, longest: float, most: int) -> list[tuple[float, float]]:
+    """Start and end of each row: the whole step if it is at most `longest`, else phases by themselves, cut in equal parts
+    where compute of a unit starts; in more than `most` rows only what is longer than `most` of `longest`.
+    """
+    if timeline.end <= longest:
+        return [(0.0, timeline.end)]
+    compute = next(lane for lane in timeline.lanes if lane.queue == "compute")
+    rows = []
+    for span, count in zip(timeline.spans, rows_of(timeline.spans, longest, most)):
+        bars = [bar for bar in compute.bars if bar.phase == span.phase]
+        starts = [bar.start for before, bar in pairwise(bars) if bar.unit != before.unit]
+        cuts = [span.start]
+        for i in range(1, count):
+            even = span.start + (span.end - span.start) * i / count
+            cuts.append(min((s for s in starts if s > cuts[-1]), key=lambda s: abs(s - even), default=span.end))
+        rows += [row for row in pairwise([*cuts, span.end]) if row[0] < row[1]]
+    return rows
+
+
+def rows_of(spans: Sequence[Span], longest: float, most: int) -> list[int]:
+    """Rows for each phase, none over `longest`, or `most` in all with the longest row as short as may be."""
+    needed = [math.ceil((span.end - span.start) / longest) for span in spans]
+    counts = [1] * len(spans)
+    while sum(counts) < min(sum(needed), max(most, len(spans))):
+        lengths = [(span.end - span.start) / count for span, count in zip(spans, counts)]
+        counts[lengths.index(max(lengths))] += 1
+    return counts
+
+
+def clipped(timeline: Timeline, start: float, end: float) -> Timeline:
+    """What happens from `start` to `end`, for one row. Bars and exposed time are cut; an arrow that is there in part stays
+    whole. What takes no time and happens at the border of two rows of a phase is in the first."""
+    spans = {s.phase: s for s in timeline.spans if s.start < end and s.end > start}
+    places = [i for i, span in enumerate(timeline.spans) if span.phase in spans]
+    phases = range(places[0], places[-1] + 1)
+
+    def holds(phase: str, time: float) -> bool:
+        return phase in spans and (start < time <= end or time == start == spans[phase].start)
+
+    def cut(bar: Bar) -> Bar:
+        if start <= bar.start and bar.end <= end:
+            return bar
+        return replace(bar, start=max(bar.start, start), end=min(bar.end, end), whole=(bar.start, bar.end))
+
+    def meets(first: float, last: float, phase: str) -> bool:
+        return (first < end and last > start) if first < last else holds(phase, first)
+
+    return replace(
+        timeline,
+        spans=tuple(replace(s, start=max(s.start, start), end=min(s.end, end)) for s in spans.values()),
+        lanes=tuple(
+            Lane(
+                lane.queue,
+                tuple(cut(bar) for bar in lane.bars if meets(bar.start, bar.end, bar.phase)),
+                tuple(mark for mark in lane.marks if holds(mark.phase, mark.time)),
+            )
+            for lane in timeline.lanes
+        ),
+        arrows=tuple(a for a in timeline.arrows if meets(a.source_time, a.target_time, a.phase)),
+        exposed=tuple(
+            replace(gap, start=max(gap.start, start), end=min(gap.end, end))
+            for gap in timeline.exposed
+            if gap.start < end and gap.end > start
+        ),
+        gathered=_clipped_curve(timeline.gathered, phases, start, end),
+        gradients=_clipped_curve(timeline.gradients, phases, start, end),
+    )
+
+
+def _clipped_curve(curve: Curve, phases: range, start: float, end: float) -> Curve:
+    """The points of these phases from `start` to `end`, after one at `start` with what is held then."""
+    first = curve.ends[phases.start - 1] if phases.start else 0
+    points = curve.points[first : curve.ends[phases.stop - 1]]
+    held = curve.points[max(first - 1, 0)]
+    if start > held[0]:
+        held = [held, *(point for point in points if point[0] <= start)][-1]
+        points = tuple(point for point in points if point[0] > start)
+    kept = ((start, held[1]), *(point for point in points if point[0] <= end))
+    return Curve(kept, (len(kept),))
 
 
 class _Lives:
     """Which bytes are held from which node to which, of gathered parameters and of gradients."""
 
-    def __init__(self, schedule: Schedule, phase: Phase):
+    def __init__(self, schedule: Schedule, phase: Phase, tasks: Iterable[Task]):
         self.begins: dict[fx.Node, tuple[str, int]] = {}
         self.ends: dict[fx.Node, list[tuple[str, int]]] = defaultdict(list)
         self.changes: list[tuple[float, int, str, int]] = []
@@ -296,6 +347,12 @@ class _Lives:
                 if found.kind == "flatten_grads" and end is not None and schedule.F > 1:
                     end = cast(fx.Node, end.args[0])  # once reduced, only the shard is needed
                 self._add(node, end, "gradients")
+        for task in tasks:
+            if task.node in self.begins:
+                self.changes.append((min(task.issued, task.start), len(self.changes), *self.begins[task.node]))
+            done = task.end if task.queue == "compute" else task.issued
+            for curve, size in self.ends.get(task.node, ()):
+                self.changes.append((done, len(self.changes), curve, size))
 
     def _add(self, node: fx.Node, end: fx.Node | None, curve: str) -> None:
         slot: Slot | None = node.meta.get("slot")
@@ -306,41 +363,8 @@ class _Lives:
         if end is not None:
             self.ends[end].append((curve, -size))
 
-    def passed(self, node: fx.Node, begin: float, end: float) -> None:
-        """Take the next node in issue order: what it makes is held from `begin`, what it ends is held to `end`."""
-        if node in self.begins:
-            self.changes.append((begin, len(self.changes), *self.begins[node]))
-        for curve, size in self.ends.get(node, ()):
-            self.changes.append((end, len(self.changes), curve, size))
-
     def levels(self, curve: str, end: float) -> list[tuple[float, int]]:
         """(time, bytes from then on) in order of time, at one time in issue order; nothing is held after `end`."""
         changes = sorted(change for change in self.changes if change[2] == curve)
         sizes = accumulate(size for *_, size in changes)
         return [*((time, level) for (time, *_), level in zip(changes, sizes)), (end, 0)]
-
-
-class _Step:
-    """A communication node, or a segment of operators with the slots it takes."""
-
-    def __init__(self, unit: str, nodes: list[fx.Node], slots_per_byte: float):
-        self.unit, self.nodes, self.node, self.kind = unit, nodes, nodes[0], info(nodes[0]).kind
-        work = sum(map(touched_bytes, nodes)) if self.kind == "compute" else 0
-        self.slots = max(SHORTEST, slots_per_byte * work)
-
-
-def _slots_per_byte(schedule: Schedule) -> float:
-    """So that the forward of the median unit takes one slot; where nothing is gathered yet, the whole forward."""
-    work: dict[str, int] = defaultdict(int)
-    for unit, nodes in schedule.forward.steps():
-        if info(nodes[0]).kind == "compute":
-            work[unit] += sum(map(touched_bytes, nodes))
-    median = statistics.median([work[unit] for unit in work if unit] or work.values() or [0])
-    return 1 / median if median else 0.0
-
-
-def touched_bytes(node: fx.Node) -> int:
-    """Bytes an operator reads and writes, by the shapes it was captured with; 0 for a view."""
-    if aliased_inputs(node) and not mutated_inputs(node):
-        return 0
-    return tensor_bytes(node) + sum(map(tensor_bytes, node.all_input_nodes))

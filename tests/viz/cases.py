@@ -122,6 +122,7 @@ CASES: dict[str, Callable[[], Schedule]] = {
     "no-passes": lambda: chain(4, 8, passes=lambda passes: []),
     "names": lambda: fxshard.trace(Named(), (torch.randn(4, 8),), F=2, W=4, units=nn.Linear),
     "96-units": lambda: chain(8, 16, layers=96, model=Deep),
+    "96-late": lambda: chain(8, 16, layers=96, model=Deep, forward_prefetch=0, backward_prefetch=0),
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
 import subprocess
 import sys
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -18,14 +19,15 @@ from fxshard.ir import ops
 from fxshard.ir.schedule import bytes_text
 from fxshard.viz import FORMATS, render
 from fxshard.viz.lanes import LANE_NOTES, TITLES, short_names
-from fxshard.viz.style import BOLD, FONT_SIZE, bytes_step, nice_step, number, plain, text_width, wrap
-from fxshard.viz.svg import LEFT, MARGIN, WIDEST, draw_svg
+from fxshard.viz.page import LEFT, MARGIN, ROWS, WIDEST
+from fxshard.viz.style import bytes_step, nice_step, number, plain, text_width, wrap
+from fxshard.viz.svg import draw_svg
 from fxshard.viz.timeline import lay_out
 from tests.viz.cases import CASES, Named, traced
+from tests.viz.picture import SVG, check_text, classes, lane_bars, number_of, title
 
 every_case = pytest.mark.parametrize("name", CASES)
 
-SVG = "{http://www.w3.org/2000/svg}"
 LARGEST = 400_000
 """Bytes of a picture of 96 units, at most."""
 
@@ -33,25 +35,6 @@ LARGEST = 400_000
 @functools.cache
 def picture(name: str) -> Element:
     return ElementTree.fromstring(draw_svg(lay_out(traced(name))))
-
-
-def classes(element: Element) -> list[str]:
-    return element.get("class", "").split()
-
-
-def title(element: Element) -> str:
-    found = element.find(f"{SVG}title")
-    return found.text or "" if found is not None else ""
-
-
-def lane_bars(root: Element) -> list[list[Element]]:
-    """Bars of each lane, in the order they are written: without outlines and exposed time."""
-    groups = [g for g in root.iter(f"{SVG}g") if "bars" in classes(g)]
-    return [[r for r in g.iter(f"{SVG}rect") if title(r) and "exposed" not in classes(r)] for g in groups]
-
-
-def number_of(element: Element, name: str) -> float:
-    return float(element.get(name, "nan"))
 
 
 @every_case
@@ -63,7 +46,8 @@ def test_one_bar_with_a_tooltip_for_each_collective(name: str) -> None:
         for kind in ("all_gather", "reduce_scatter", "all_reduce")
         for n in phase.nodes(kind)
     )
-    first_lines = [title(bar).split("\n")[0] for bars in lane_bars(picture(name)) for bar in bars]
+    begun = [bar for bars in lane_bars(picture(name)) for bar in bars if "rest" not in classes(bar)]
+    first_lines = [title(bar).split("\n")[0] for bar in begun]
     drawn = sorted(line for line in first_lines if line.startswith(tuple(TITLES.values())))
     assert drawn == [plain_of(line) for line in issued]
 
@@ -103,19 +87,7 @@ def test_a_mark_for_each_node_that_takes_no_time(name: str) -> None:
 
 @every_case
 def test_text_neither_overlaps_nor_leaves_the_picture(name: str) -> None:
-    root = picture(name)
-    boxes = []
-    for element in root.iter(f"{SVG}text"):
-        found = re.search(r"font-size:([\d.]+)px", element.get("style", ""))
-        size = float(found[1]) if found else FONT_SIZE
-        width = text_width(element.text or "", size) * (BOLD if "strong" in classes(element) else 1.0)
-        x, y = number_of(element, "x"), number_of(element, "y")
-        left = x - width / 2 if "m" in classes(element) else x - width if "r" in classes(element) else x
-        boxes.append((left, left + width, y - 0.75 * size, y + 0.2 * size, element.text))
-    right, bottom = number_of(root, "width"), number_of(root, "height")
-    assert all(box[0] >= 0 and box[1] <= right and box[2] >= 0 and box[3] <= bottom for box in boxes)
-    for a, b in combinations(boxes, 2):
-        assert a[1] <= b[0] or b[1] <= a[0] or a[3] <= b[2] or b[3] <= a[2], f"{a[4]!r} runs into {b[4]!r}"
+    check_text(picture(name))
 
 
 @every_case
@@ -151,7 +123,10 @@ def test_units_of_a_kind_share_a_hue_in_two_tints() -> None:
     for bar in compute:
         fills.setdefault(title(bar).split(":")[0], set()).add(classes(bar)[0])
     assert all(len(found) == 1 for found in fills.values())
-    (root,), (even,), (odd,) = fills["(root)"], fills["layers.0"], fills["layers.1"]
+    (root,), (even,), (odd,) = fills["(root).0"], fills["layers.0"], fills["layers.1"]
+    (last,) = fills["(root).1"]
+    assert last[:-1] == root[:-1]
+    assert last != root
     assert fills["layers.2"] == {even}
     assert fills["layers.3"] == {odd}
     assert even[:-1] == odd[:-1] != root[:-1]
@@ -167,32 +142,72 @@ def test_names_are_escaped() -> None:
         assert name.replace("\x07", "\ufffd") in titles
 
 
-def test_96_units_stay_small_and_keep_some_names() -> None:
+def test_96_units_are_a_page_of_rows_that_names_every_unit() -> None:
     text = draw_svg(lay_out(traced("96-units")))
     assert len(text.encode()) < LARGEST
     root = ElementTree.fromstring(text)
     assert number_of(root, "width") <= LEFT + WIDEST + MARGIN
+    assert number_of(root, "height") <= 2 * number_of(root, "width")
+    bands = [r for r in root.iter(f"{SVG}rect") if "band" in classes(r)]
+    assert 3 <= len(bands) <= ROWS
     labels = [t.text or "" for t in root.iter(f"{SVG}text")]
-    assert 8 <= sum(label.startswith("layers.") for label in labels) < 96
-    assert sum(len(bars) for bars in lane_bars(root)) > 96 * 6
+    assert sum("continued" in label for label in labels) == len(bands) - 2
+    # each unit has its number in two lanes of forward and in four of backward
+    axis = {t.text for t in root.iter(f"{SVG}text") if "faint" in classes(t)}
+    assert all(labels.count(str(i)) >= 6 for i in range(96) if str(i) not in axis)
 
 
-def test_bars_of_a_kind_have_names_inside_or_not_at_all() -> None:
-    """Where 0 to 9 would fit and 10 to 95 would not, none is there."""
+@pytest.mark.parametrize("name", ["hybrid", "96-units", "no-limit", "resident"])
+def test_a_unit_has_one_name_in_a_picture(name: str) -> None:
+    labels = {t.text or "" for t in picture(name).iter(f"{SVG}text") if "over" in classes(t) or "halo" in classes(t)}
+    schedule = traced(name)
+    for flat in schedule.flats.values():
+        found = labels & set(short_names(flat.name))
+        assert len(found) == 1, (flat.name, found)
+    assert not [label for label in labels if "·" in label]
+
+
+def test_each_part_of_the_root_is_in_the_legend_with_what_it_holds() -> None:
+    labels = [t.text or "" for t in picture("hybrid").iter(f"{SVG}text")]
+    assert any(label.startswith("(root).0: first · ") for label in labels)
+    assert any(label.startswith("(root).1: last · ") for label in labels)
+    size = bytes_text(traced("hybrid").flats["layers.0"].full_bytes)
+    assert any(label.startswith("layers.*") and label.endswith(f" · {size} each") for label in labels)
+    assert any(
+        label.startswith("layers.*, by number · ")
+        for label in [t.text or "" for t in picture("96-units").iter(f"{SVG}text")]
+    )
+
+
+def test_arrows_stay_in_their_row() -> None:
+    """One that goes on in the next row ends at the right border and begins again at the left one."""
     root = picture("96-units")
-    split = next(p for p in root.iter(f"{SVG}path") if "split" in classes(p))
-    boundary = float(re.findall(r"[\d.]+", split.get("d", ""))[0])
-    inside: dict[str, int] = {}
-    for label in root.iter(f"{SVG}text"):
-        if "over" in classes(label) and (label.text or "").isdigit() and number_of(label, "x") < boundary:
-            inside[label.get("y", "")] = inside.get(label.get("y", ""), 0) + 1
-    assert all(count == 96 for count in inside.values())
+    bands = [
+        (number_of(r, "x") - 1.0, number_of(r, "width") + 2.0) for r in root.iter(f"{SVG}rect") if "band" in classes(r)
+    ]
+    paths = [p.get("d", "") for p in root.iter(f"{SVG}path") if "arrow" in classes(p) and p.get("d", "").count("M") > 1]
+    borders = {round(x + width) for x, width in bands}
+    xs = [float(x) for path in paths for x in re.findall(r"[ML]([\d.]+) ", path)]
+    assert min(xs) >= LEFT
+    assert max(xs) <= max(borders) + 0.6
+    assert LEFT in xs
+    assert {round(x) for x in xs} & borders
 
 
 @every_case
-def test_a_line_between_phases(name: str) -> None:
-    spans = lay_out(traced(name)).spans
-    assert sum("split" in classes(path) for path in picture(name).iter(f"{SVG}path")) == len(spans) - 1
+def test_a_line_between_phases_of_one_row(name: str) -> None:
+    root = picture(name)
+    bands = {number_of(r, "y") for r in root.iter(f"{SVG}rect") if "band" in classes(r)}
+    lines = sum("split" in classes(path) for path in root.iter(f"{SVG}path"))
+    assert lines == (len(lay_out(traced(name)).spans) - 1 if len(bands) == 1 else 0)
+
+
+def test_says_the_unit_of_known_costs() -> None:
+    timeline = dataclasses.replace(lay_out(traced("hybrid")), unit="ms")
+    text = draw_svg(timeline)
+    assert "time in ms" in text
+    assert "by the schedule&apos;s costs" in text or "by the schedule's costs" in text
+    assert "slot" not in text
 
 
 def test_needs_nothing_from_outside() -> None:

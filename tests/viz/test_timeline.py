@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from itertools import pairwise
 
@@ -11,8 +12,10 @@ from torch import fx, nn
 
 import fxshard
 from fxshard.ir import Phase, Schedule, ops
+from fxshard.ir.costs import COMMUNICATION_SHARE, SHORTEST, Costs
+from fxshard.ir.text import phase_rows
 from fxshard.viz.lanes import MARKS, TITLES
-from fxshard.viz.timeline import COMMUNICATION_SHARE, SHORTEST, Bar, Timeline, lay_out
+from fxshard.viz.timeline import ROOT, Bar, Timeline, clipped, cut_in_rows, lay_out
 from tests.viz.cases import CASES, traced
 
 PLANNED = [name for name in CASES if name not in ("no-plan", "gathers-only", "no-passes")]
@@ -98,18 +101,19 @@ def test_no_wait_ends_before_its_collective(name: str) -> None:
 
 
 @every_case
-def test_operators_of_a_unit_start_between_its_wait_and_its_free(name: str) -> None:
+def test_a_unit_computes_after_its_wait_and_before_its_free(name: str) -> None:
+    """Operators of its code that read no parameter may come before the WAIT, and after the FREE."""
     timeline = lay_out(traced(name))
     compute = next(lane for lane in timeline.lanes if lane.queue == "compute")
-    starts: dict[tuple[str, str], float] = {}
+    bars: dict[tuple[str, str], list[Bar]] = {}
     for bar in compute.bars:
-        starts.setdefault((bar.phase, bar.unit), bar.start)
+        bars.setdefault((bar.phase, bar.unit), []).append(bar)
     for mark in compute.marks:
-        start = starts.get((mark.phase, mark.name))
-        if start is not None and mark.kind == "wait" and mark.source == "unshard":
-            assert mark.time <= start
-        elif start is not None and mark.kind == "free":
-            assert start < mark.time
+        own = bars.get((mark.phase, mark.name), [])
+        if own and mark.kind == "wait" and mark.source == "unshard":
+            assert any(bar.start >= mark.time for bar in own)
+        elif own and mark.kind == "free":
+            assert any(bar.end <= mark.time for bar in own)
 
 
 @every_case
@@ -219,25 +223,90 @@ def test_who_put_and_who_moved_a_collective() -> None:
 
 def test_segments_are_those_of_the_text() -> None:
     schedule = traced("hybrid")
-    lines = [
-        line.split()
-        for line in schedule.text().splitlines()
-        if line.split()[:2] in (["compute", "FWD"], ["compute", "GRAD"])
-    ]
-    text = [(words[2] if len(words) == 5 else "", int(words[-2])) for words in lines]
+    rows = [row for phase in schedule.phases for row in phase_rows(phase) if row.op in ("FWD", "GRAD")]
+    text = [(row.name, int(row.note.split()[0])) for row in rows]
     timeline = lay_out(schedule)
-    drawn = [(b.unit, b.num_operators) for lane in timeline.lanes if lane.queue == "compute" for b in lane.bars]
-    assert drawn == text
+    (compute,) = [lane for lane in timeline.lanes if lane.queue == "compute"]
+    assert [(bar.unit, bar.num_operators) for bar in compute.bars] == text
 
 
 def test_unit_kinds() -> None:
     timeline = lay_out(traced("hybrid"))
-    assert timeline.kinds == {"(root)": "(root)", **{f"layers.{i}": "layers.*" for i in range(4)}}
-    assert timeline.root_kinds == {"(root)"}
+    roots = {"(root).0": ROOT, "(root).1": ROOT}
+    assert timeline.kinds == roots | {f"layers.{i}": "layers.*" for i in range(4)}
+    assert timeline.parts == {"(root).0": ("first",), "(root).1": ("last",)}
+    assert lay_out(traced("one-unit")).parts == {}
 
 
 def test_every_node_kind_has_a_picture() -> None:
     assert {*TITLES, *MARKS, "throttle"} == set(ops.LABELS)
+
+
+def pieces(name: str, longest: float, most: int = 6) -> tuple[Timeline, list[Timeline]]:
+    whole = lay_out(traced(name))
+    return whole, [clipped(whole, *cut) for cut in cut_in_rows(whole, longest, most)]
+
+
+def test_a_short_step_is_one_row_with_everything() -> None:
+    whole, rows = pieces("hybrid", longest=1000.0)
+    (row,) = rows
+    assert (row.lanes, row.arrows, row.exposed, row.spans) == (whole.lanes, whole.arrows, whole.exposed, whole.spans)
+    assert row.gathered.points[1:] == whole.gathered.points
+
+
+@pytest.mark.parametrize(("name", "longest"), [("96-units", 20.0), ("hybrid", 5.0), ("late-accumulation", 2.0)])
+def test_rows_together_hold_each_thing_once(name: str, longest: float) -> None:
+    whole, rows = pieces(name, longest, most=40)
+    assert len(rows) > 2
+    for i, lane in enumerate(whole.lanes):
+        bars = [bar for row in rows for bar in row.lanes[i].bars]
+        begun = [bar for bar in bars if bar.whole is None or bar.whole[0] == bar.start]
+        assert len(begun) == len(lane.bars)
+        assert sum(b.end - b.start for b in bars) == pytest.approx(sum(b.end - b.start for b in lane.bars))
+        assert [mark for row in rows for mark in row.lanes[i].marks] == list(lane.marks)
+    idle = [gap.end - gap.start for row in rows for gap in row.exposed]
+    assert sum(idle) == pytest.approx(sum(span.exposed for span in whole.spans))
+    assert {arrow for row in rows for arrow in row.arrows} == set(whole.arrows)
+    for curve in ("gathered", "gradients"):
+        assert max(getattr(row, curve).peak[1] for row in rows) == getattr(whole, curve).peak[1]
+
+
+@pytest.mark.parametrize("longest", [3.0, 20.0, 60.0])
+def test_rows_follow_each_other_and_are_cut_between_units(longest: float) -> None:
+    whole = lay_out(traced("96-units"))
+    rows = cut_in_rows(whole, longest, 6)
+    assert rows[0][0] == 0.0
+    assert rows[-1][1] == whole.end
+    assert all(before[1] == after[0] for before, after in pairwise(rows))
+    assert whole.spans[1].start in [start for start, _ in rows]
+    assert len(rows) <= 6
+    for start, end in rows:
+        compute = next(lane for lane in clipped(whole, start, end).lanes if lane.queue == "compute")
+        assert all(bar.whole is None for bar in compute.bars)
+    # at most one unit longer than equal parts
+    assert max(end - start for start, end in rows) <= max(longest, whole.end / 6 + whole.slot) + 4 * whole.slot
+
+
+def test_a_row_shows_what_is_held_at_its_start() -> None:
+    whole, rows = pieces("hybrid", longest=5.0)
+    for row in rows:
+        for curve, all_of_it in ((row.gathered, whole.gathered), (row.gradients, whole.gradients)):
+            assert all(row.start <= time <= row.end for time, _ in curve.points)
+            held = {
+                level
+                for (time, level), after in zip(all_of_it.points, [*all_of_it.points[1:], (row.end, 0)])
+                if time <= row.start <= after[0]
+            }
+            assert curve.points[0][1] in held
+
+
+def test_known_costs_are_drawn_in_their_unit() -> None:
+    schedule = dataclasses.replace(traced("full"))
+    schedule.costs = Costs.linear(1e9, {"unshard": (1e-5, 1e9), "reduce": (1e-5, 1e9)})
+    timeline = lay_out(schedule)
+    assert timeline.unit == "ms"
+    bar = bars_of(timeline, "forward", "unshard")[1]
+    assert bar.end - bar.start == pytest.approx(1e3 * (1e-5 + bar.num_bytes / 1e9))
 
 
 def test_casts_of_mixed_precision_are_marks() -> None:
