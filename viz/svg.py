@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
+from fxshard.ir.costs import COMMUNICATION_SHARE
 from fxshard.ir.schedule import bytes_text
 from fxshard.viz import style
 from fxshard.viz.lanes import MARKS, NO_UNIT, Lanes, mark_shape
 from fxshard.viz.style import Canvas, Palette, number, text_width
-from fxshard.viz.timeline import COMMUNICATION_SHARE, Curve, Timeline
+from fxshard.viz.timeline import Curve, Timeline
 
 SLOT_WIDTH = 92.0
 """Pixels a slot, unless the plot would become narrower or wider than this:"""

@@ -1,45 +1,28 @@
 """From a schedule to what a picture of it shows: lanes of bars and marks, arrows, exposed time, memory curves.
 
-Time is in unit slots, not measured, since a schedule knows bytes and no costs:
-
-    compute      in proportion to the bytes its operators read and write; the median unit's forward is 1 slot
-    collectives  in proportion to their bytes; those of a phase add up to 0.8 of its compute
-    the rest     (WAIT, FREE, FLAT, CAST, ACC, LIMIT) takes no time
-
-The host issues in order and never blocks. A queue runs in issue order; a node starts when its queue is free, its inputs
-are ready and its slot is free. Collectives of the shard group (unshard and reduce) share one communicator and so run
-one at a time in issue order. A phase starts when the one before it has ended.
-
-A buffer counts as memory from where the compute queue stands when it is issued, or from its start if that is earlier, to
-the node that ends its life, as in plan-memory; residents have memory of their own through the whole step.
+Times are those of `fxshard.ir.clock`. A buffer counts as memory from where the compute queue stands when it is issued, or
+from its start if that is earlier, to the node that ends its life, as in plan-memory; residents have memory of their own
+through the whole step.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 from torch import fx
 
-from fxshard.ir import Phase, Schedule, Slot, ops
-from fxshard.ir.aliasing import aliased_inputs, mutated_inputs
-from fxshard.ir.schedule import describe, info, tensor_bytes
+from fxshard.ir import Phase, Schedule, Slot, clock, ops
+from fxshard.ir.clock import Span, Task, Times
+from fxshard.ir.schedule import describe, info
 
 QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
 """Lanes from top to bottom: what feeds compute above it, what compute feeds below it."""
-
-COMMUNICATORS = {"unshard": "shard group", "reduce": "shard group", "replicate": "replicate group"}
-
-COMMUNICATION_SHARE = 0.8
-"""All collectives of a phase, in units of its compute."""
-
-SHORTEST = 0.02
-"""The least slots a compute segment or a collective takes, so that it can be seen."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +90,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Span:
-    """A phase on the time axis; `exposed` slots of it the compute queue is idle."""
-
-    phase: str
-    start: float
-    end: float
-    exposed: float
-
-
-@dataclass(frozen=True)
 class Lane:
     """One queue; bars and marks in issue order."""
 
@@ -151,19 +124,17 @@ class Timeline:
 
 
 def lay_out(schedule: Schedule) -> Timeline:
-    """Lay a schedule out in unit slots. Works after any pass; what is not inserted yet is not there."""
-    slots = _slots_per_byte(schedule)
+    """Lay a schedule out in time. Works after any pass; what is not inserted yet is not there."""
+    times = clock.run(schedule)
     resident = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
     gathered, gradients = [(0.0, resident)], [(0.0, 0)]
-    runs: list[_Run] = []
-    for phase in schedule.phases:
-        run = _Run(schedule, phase, runs[-1].end if runs else 0.0, slots)
-        runs.append(run)
-        for curve, levels in ((gathered, run.gathered), (gradients, run.gradients)):
+    for phase, span in zip(schedule.phases, times.spans):
+        lives = _Lives(schedule, phase, (task for task in times.tasks if task.phase == phase.name))
+        for curve, name in ((gathered, "gathered"), (gradients, "gradients")):
             base = curve[0][1]
-            curve += [(time, base + level) for time, level in levels]
-    bars = [bar for run in runs for bar in run.bars]
-    marks = [mark for run in runs for mark in run.marks]
+            curve += [(time, base + level) for time, level in lives.levels(name, span.end)]
+    bars = [_bar(task) for task in times.tasks if task.kind in ops.COLLECTIVES or task.end > task.start]
+    marks = [_mark(task) for task in times.tasks if task.kind not in (*ops.COLLECTIVES, "compute", "throttle")]
     found = {bar.queue for bar in bars} | {mark.queue for mark in marks} | {"compute"}
     queues = [q for q in QUEUE_ORDER if q in found] + sorted(found - set(QUEUE_ORDER))
     kinds = {unit: re.sub(r"\d+", "*", unit) for unit in schedule.units}
@@ -171,10 +142,10 @@ def lay_out(schedule: Schedule) -> Timeline:
         schedule.W,
         schedule.F,
         tuple(record.text for record in schedule.history),
-        tuple(run.span for run in runs),
+        times.spans,
         tuple(Lane(q, tuple(b for b in bars if b.queue == q), tuple(m for m in marks if m.queue == q)) for q in queues),
-        tuple(arrow for run in runs for arrow in run.arrows),
-        tuple(gap for run in runs for gap in run.exposed),
+        tuple(_arrows(times)),
+        tuple(Exposed(gap.phase, gap.start, gap.end, describe(gap.cause)) for gap in times.gaps),
         Curve(tuple(gathered)),
         Curve(tuple(gradients)),
         resident,
@@ -183,103 +154,46 @@ def lay_out(schedule: Schedule) -> Timeline:
     )
 
 
-class _Run:
-    """One phase executed in virtual time."""
+def _bar(task: Task) -> Bar:
+    found = info(task.node)
+    if task.kind == "compute":
+        return Bar(
+            task.phase, task.queue, "compute", task.unit, task.unit, task.start, task.end, num_operators=len(task.nodes)
+        )
+    passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
+    name, unit = found.flat or "", found.unit or ""
+    return Bar(task.phase, task.queue, task.kind, name, unit, task.start, task.end, found.num_bytes, passes=passes)
 
-    def __init__(self, schedule: Schedule, phase: Phase, start: float, slots_per_byte: float):
-        self.phase, self.start = phase, start
-        self.bars: list[Bar] = []
-        self.marks: list[Mark] = []
-        self.arrows: list[Arrow] = []
-        self.exposed: list[Exposed] = []
-        self.clocks: dict[str, float] = defaultdict(lambda: start)
-        """When each queue, and each communicator, is free again."""
-        self.ends: dict[str, float] = {}
-        """When each node has ended, by name; one that is not here was there from the start."""
-        self.limits: dict[str, float] = {}
-        """When the FREE is reached that the next AllGather of a FlatParameter is held to."""
-        steps = [_Step(unit, nodes, slots_per_byte) for unit, nodes in phase.steps()]
-        compute = sum(step.slots for step in steps if step.kind == "compute")
-        moved = sum(info(step.node).num_bytes for step in steps if step.kind in ops.COLLECTIVES)
-        self.per_byte = COMMUNICATION_SHARE * compute / moved if moved else 0.0
-        lives = _Lives(schedule, phase)
-        for step in steps:
-            issued = self.clocks["compute"]
-            if step.kind == "compute":
-                begin = self._segment(step)
-            elif step.kind in ops.COLLECTIVES:
-                begin = self._collective(step.node)
-            else:
-                begin = self._instant(step.node)
-            lives.passed(step.node, min(issued, begin), self.clocks["compute"])
-        self.end = max(self.clocks.values())
-        self.gathered, self.gradients = (lives.levels(curve, self.end) for curve in ("gathered", "gradients"))
 
-    @property
-    def span(self) -> Span:
-        return Span(self.phase.name, self.start, self.end, sum(gap.end - gap.start for gap in self.exposed))
+def _mark(task: Task) -> Mark:
+    source = info(_awaited(task)).queue if task.kind == "wait" else ""
+    return Mark(task.phase, task.queue, task.kind, info(task.node).flat or "", task.start, source)
 
-    def _segment(self, step: _Step) -> float:
-        begin, end = self._enter("compute", step.nodes, step.slots)
-        bar = Bar(self.phase.name, "compute", "compute", step.unit, step.unit, begin, end)
-        self.bars.append(replace(bar, num_operators=len(step.nodes)))
-        return begin
 
-    def _collective(self, node: fx.Node) -> float:
-        found = info(node)
-        name = found.flat or ""
-        begin, end = self._enter(found.queue, [node], max(SHORTEST, self.per_byte * found.num_bytes))
-        bar = Bar(self.phase.name, found.queue, found.kind, name, found.unit or "", begin, end)
-        passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
-        self.bars.append(replace(bar, num_bytes=found.num_bytes, passes=passes))
-        freed = self.limits.pop(name, None) if found.kind == "all_gather" else None
-        if freed is not None and math.isclose(freed, begin):
-            self.arrows.append(Arrow("limit", name, "compute", freed, found.queue, begin))
-        return begin
+def _awaited(task: Task) -> fx.Node:
+    """The collective of a WAIT, the FREE of a LIMIT."""
+    return cast(fx.Node, task.node.args[0])
 
-    def _instant(self, node: fx.Node) -> float:
-        found = info(node)
-        name = found.flat or ""
-        _, time = self._enter(found.queue, [node], 0.0)
-        if found.kind == "throttle":
-            self.limits[name] = self._ended(node.args[0])
-            return time
-        source = info(node.args[0]).queue if found.kind == "wait" else ""  # type: ignore[arg-type]
-        self.marks.append(Mark(self.phase.name, found.queue, found.kind, name, time, source))
-        if source:
-            self.arrows.append(Arrow("wait", name, source, self._ended(node.args[0]), found.queue, time))
-        return time
 
-    def _ended(self, node: Any) -> float:
-        return self.ends.get(node.name, self.start)
-
-    def _enter(self, queue: str, nodes: list[fx.Node], slots: float) -> tuple[float, float]:
-        """Run nodes on a queue as early as it may be; returns when they start and end."""
-        free = self.clocks[queue]
-        held = [free]
-        communicator = COMMUNICATORS.get(queue) if slots else None
-        if communicator is not None:
-            held.append(self.clocks[communicator])
-        for node in nodes:
-            held += [self._ended(source) for source in node.all_input_nodes]
-            slot: Slot | None = node.meta.get("slot")
-            held += [self.ends[name] for name in (slot.after if slot is not None else ())]
-        begin = max(held)
-        end = begin + slots
-        if queue == "compute" and begin > free:
-            cause = nodes[0].args[0] if info(nodes[0]).kind == "wait" else nodes[0]
-            self.exposed.append(Exposed(self.phase.name, free, begin, describe(cause)))  # type: ignore[arg-type]
-        self.clocks[queue] = end
-        if communicator is not None:
-            self.clocks[communicator] = end
-        self.ends.update((node.name, end) for node in nodes)
-        return begin, end
+def _arrows(times: Times) -> Iterator[Arrow]:
+    limits: dict[str, float] = {}
+    for task in times.tasks:
+        name = info(task.node).flat or ""
+        if task.kind == "wait":
+            source = _awaited(task)
+            yield Arrow("wait", name, info(source).queue, times.end(source), task.queue, task.start)
+        elif task.kind == "throttle":
+            limits[name] = times.end(_awaited(task))
+        elif task.kind == "all_gather":
+            freed = limits.pop(name, math.inf)
+            if math.isclose(freed, task.start):
+                yield Arrow("limit", name, "compute", freed, task.queue, task.start)
 
 
 class _Lives:
     """Which bytes are held from which node to which, of gathered parameters and of gradients."""
 
-    def __init__(self, schedule: Schedule, phase: Phase):
+    def __init__(self, schedule: Schedule, phase: Phase, tasks: Iterable[Task]):
         self.begins: dict[fx.Node, tuple[str, int]] = {}
         self.ends: dict[fx.Node, list[tuple[str, int]]] = defaultdict(list)
         self.changes: list[tuple[float, int, str, int]] = []
@@ -296,6 +210,12 @@ class _Lives:
                 if found.kind == "flatten_grads" and end is not None and schedule.F > 1:
                     end = cast(fx.Node, end.args[0])  # once reduced, only the shard is needed
                 self._add(node, end, "gradients")
+        for task in tasks:
+            if task.node in self.begins:
+                self.changes.append((min(task.issued, task.start), len(self.changes), *self.begins[task.node]))
+            done = task.end if task.queue == "compute" else task.issued
+            for curve, size in self.ends.get(task.node, ()):
+                self.changes.append((done, len(self.changes), curve, size))
 
     def _add(self, node: fx.Node, end: fx.Node | None, curve: str) -> None:
         slot: Slot | None = node.meta.get("slot")
@@ -306,41 +226,8 @@ class _Lives:
         if end is not None:
             self.ends[end].append((curve, -size))
 
-    def passed(self, node: fx.Node, begin: float, end: float) -> None:
-        """Take the next node in issue order: what it makes is held from `begin`, what it ends is held to `end`."""
-        if node in self.begins:
-            self.changes.append((begin, len(self.changes), *self.begins[node]))
-        for curve, size in self.ends.get(node, ()):
-            self.changes.append((end, len(self.changes), curve, size))
-
     def levels(self, curve: str, end: float) -> list[tuple[float, int]]:
         """(time, bytes from then on) in order of time, at one time in issue order; nothing is held after `end`."""
         changes = sorted(change for change in self.changes if change[2] == curve)
         sizes = accumulate(size for *_, size in changes)
         return [*((time, level) for (time, *_), level in zip(changes, sizes)), (end, 0)]
-
-
-class _Step:
-    """A communication node, or a segment of operators with the slots it takes."""
-
-    def __init__(self, unit: str, nodes: list[fx.Node], slots_per_byte: float):
-        self.unit, self.nodes, self.node, self.kind = unit, nodes, nodes[0], info(nodes[0]).kind
-        work = sum(map(touched_bytes, nodes)) if self.kind == "compute" else 0
-        self.slots = max(SHORTEST, slots_per_byte * work)
-
-
-def _slots_per_byte(schedule: Schedule) -> float:
-    """So that the forward of the median unit takes one slot; where nothing is gathered yet, the whole forward."""
-    work: dict[str, int] = defaultdict(int)
-    for unit, nodes in schedule.forward.steps():
-        if info(nodes[0]).kind == "compute":
-            work[unit] += sum(map(touched_bytes, nodes))
-    median = statistics.median([work[unit] for unit in work if unit] or work.values() or [0])
-    return 1 / median if median else 0.0
-
-
-def touched_bytes(node: fx.Node) -> int:
-    """Bytes an operator reads and writes, by the shapes it was captured with; 0 for a view."""
-    if aliased_inputs(node) and not mutated_inputs(node):
-        return 0
-    return tensor_bytes(node) + sum(map(tensor_bytes, node.all_input_nodes))

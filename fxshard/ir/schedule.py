@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -22,6 +22,9 @@ from fxshard.errors import ScheduleError
 from fxshard.ir import ops
 from fxshard.ir.aliasing import alias_roots, is_random, mutated_inputs, storage_users
 from fxshard.ir.layout import FlatParameter
+
+if TYPE_CHECKING:
+    from fxshard.ir.costs import Costs
 
 INFO = "fxshard"
 """Key of a node's `NodeInfo` in `node.meta`."""
@@ -474,6 +477,8 @@ class Schedule:
     """Whether a program was made of it; it then is not to be edited."""
     on_move: Callable[[fx.Node, fx.Node], None] | None = None
     """Called with each legal move, the node and its anchor, before it is made."""
+    costs: Costs | None = None
+    """How long operations take, for pictures and passes; None = unit slots."""
 
     renderer: ClassVar[Callable[[Schedule, str], None] | None] = None
 

@@ -11,8 +11,9 @@ from torch import fx, nn
 
 import fxshard
 from fxshard.ir import Phase, Schedule, ops
+from fxshard.ir.costs import COMMUNICATION_SHARE, SHORTEST
 from fxshard.viz.lanes import MARKS, TITLES
-from fxshard.viz.timeline import COMMUNICATION_SHARE, SHORTEST, Bar, Timeline, lay_out
+from fxshard.viz.timeline import Bar, Timeline, lay_out
 from tests.viz.cases import CASES, traced
 
 PLANNED = [name for name in CASES if name not in ("no-plan", "gathers-only", "no-passes")]
