@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 import fxshard
 from examples.passes import after
 from examples.passes.keep_best_resident import KeepBestResident
-from fxshard.ir import Schedule
+from fxshard.ir import Schedule, clock
+from fxshard.ir.costs import COLLECTIVE_QUEUES, Costs
 from fxshard.passes import Pass
 from tests.capture.compare import identical
-from tests.examples.trained import CASES, gathered_bytes, train
+from tests.examples.trained import CASES, gathered_bytes, ladder, traced, train
 from tests.passes.golden import golden, node_names, remarks, text
 
 
-class Ladder(nn.Module):
-    """Linear layers of the given numbers of rows, each a unit; the vector in between has one size."""
-
-    def __init__(self, rows: list[int]):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, n) for n in rows)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).sum(-1, keepdim=True).tanh()
-        return x
-
-
+@functools.cache
 def kept(budget_bytes: int) -> object:
     return after("keep-root-resident", KeepBestResident(budget_bytes))
-
-
-def ladder(rows: list[int], passes: object = None, F: int = 2, **options: object) -> Schedule:
-    x = torch.zeros(2, 4, requires_grad=True)  # so that backward reads every layer
-    return fxshard.trace(Ladder(rows), x, F=F, passes=passes, units=nn.Linear, **options)
 
 
 def whole_units(schedule: Schedule) -> int:
@@ -129,8 +114,7 @@ def test_a_place_that_is_not_there_is_refused():
 
 @pytest.mark.parametrize("name", CASES)
 def test_backward_gathers_less_in_the_memory_stated(name: str):
-    case = CASES[name]
-    default = case.trace()
+    case, default = CASES[name], traced(name)
     blocks = max(flat.full_bytes for flat in default.flats.values())
     before = gathered_bytes(default)
     for budget in (blocks, 100 * blocks):
@@ -144,12 +128,24 @@ def test_backward_gathers_less_in_the_memory_stated(name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_backward_is_exposed_for_less_time(name: str):
+    """By the clock: for less time over a link slower than compute, for no longer over one behind which all is hidden."""
+    budget = 2 * max(flat.full_bytes for flat in traced(name).flats.values())
+    for ahead, (rate, share) in itertools.product((True, False), ((1e6, 0.98), (1e8, 1 + 1e-9))):
+        costs = Costs.linear(1e8, dict.fromkeys(COLLECTIVE_QUEUES, (1e-4, rate)))
+        before = clock.run(traced(name), costs, ahead=ahead).exposed
+        exposed = clock.run(traced(name, kept(budget)), costs, ahead=ahead).exposed
+        assert exposed["backward"] < share * before["backward"]
+        assert exposed["forward"] <= before["forward"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_bit_for_bit(name: str, one_thread: None):
     case = CASES[name]
-    budget = 2 * max(flat.full_bytes for flat in case.trace().flats.values())
+    budget = 2 * max(flat.full_bytes for flat in traced(name).flats.values())
     plain, _ = train(case)
     same, model = train(case, kept(budget), debug=True)
-    assert len(model.schedule.resident) > len(case.trace().resident)
+    assert len(model.schedule.resident) > len(traced(name).resident)
     assert all(map(identical, plain, same)) and len(plain) == len(same)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,8 @@ CASES = {
     ),
 }
 
+DEEP: dict[str, Any] = {"forward_prefetch": 3, "backward_prefetch": 3, "rate_limit": None}
+
 
 def train(case: Case, passes: Any = None, steps: int = 4, **options: Any) -> tuple[list[Tensor], Any]:
     """Some AdamW steps of W ranks' batches in a virtual world: losses, then gradients and parameters, whole; the model."""
@@ -74,6 +77,30 @@ def train(case: Case, passes: Any = None, steps: int = 4, **options: Any) -> tup
     return seen + [p.full_tensor().detach().clone() for p in model.parameters()], model
 
 
+@functools.cache
+def traced(name: str, passes: Any = None, deep: bool = False) -> Schedule:
+    """The schedule of a case, made once; prefetched three units ahead without a rate limit if `deep`. Not to be changed."""
+    return CASES[name].trace(passes, **(DEEP if deep else {}))
+
+
 def gathered_bytes(schedule: Schedule, phase: str = "backward") -> int:
     """Bytes of the buffers that a phase gathers."""
     return sum(schedule.flats[str(n.args[1])].full_bytes for n in getattr(schedule, phase).all_gathers)
+
+
+class Ladder(nn.Module):
+    """Linear layers of the given numbers of rows, each a unit."""
+
+    def __init__(self, rows: list[int]):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, n) for n in rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).sum(-1, keepdim=True).tanh()
+        return x
+
+
+def ladder(rows: list[int], passes: Any = None, F: int = 2, **options: Any) -> Schedule:
+    x = torch.zeros(2, 4, requires_grad=True)  # so that backward reads every layer
+    return fxshard.trace(Ladder(rows), x, F=F, passes=passes, units=nn.Linear, **options)
