@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.ir import NodeInfo, Remarks, Schedule
-from fxshard.ir.schedule import INFO, identifier, info
+from fxshard.errors import ScheduleError
+from fxshard.ir import Remarks, Schedule
 from fxshard.passes.base import Pass
 
 
@@ -33,29 +33,14 @@ class KeepRootResident(Pass):
     """Keep every unit, not only the root (no reshard after forward)."""
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
-        forward, backward = schedule.forward, schedule.backward
-        if backward is None:
+        if schedule.backward is None:
             return
         for flat in schedule.flats.values():
             if not (flat.is_root or self.everything):
                 continue
-            freed, full = forward.one("free", flat.name), backward.full(flat.name)
-            if freed is None:
-                remarks.missed(flat.name, "not gathered in forward")
-                continue
-            if full is None:
-                remarks.missed(flat.name, "backward does not read it: freed after forward")
-                continue
-            forward.graph.erase_node(freed)
-            body = next(n for n in backward.graph.nodes if n.op != "placeholder")
-            with backward.graph.inserting_before(body):
-                name = identifier(f"resident_{flat.name}")
-                resident = backward.graph.create_node("placeholder", name, name=name)
-            resident.meta[INFO] = NodeInfo("resident", flat.name, flat.unit, by=self.name, num_bytes=flat.full_bytes)
-            full.replace_all_uses_with(resident)
-            for kind in ("wait", "all_gather", "cast_shard", "shard"):
-                for node in reversed(backward.nodes(kind, flat.name)):
-                    if not node.users and info(node).queue in ("compute", "unshard"):
-                        backward.graph.erase_node(node)
-            schedule.resident.add(flat.name)
-            remarks.passed(flat.name, f"kept from forward to backward, {flat.full_bytes} bytes")
+            try:
+                schedule.keep_resident(flat.name, self.name)
+            except ScheduleError as reason:
+                remarks.missed(flat.name, str(reason))
+            else:
+                remarks.passed(flat.name, f"kept from forward to backward, {flat.full_bytes} bytes")

@@ -1,8 +1,9 @@
 """A schedule executed in virtual time: when every node starts and ends, and where compute waits for communication.
 
-The host issues in order and never blocks. A queue runs in issue order; a node starts when its queue is free, its inputs
-are ready and its slot is free. Collectives of the shard group (unshard and reduce) share one communicator and so run
-one at a time in issue order. A phase starts when the one before it has ended.
+The host issues in order and never blocks; unless it runs ahead (`ahead`), nothing starts before compute has done all
+that was issued before, as where the host itself computes (CPU). A queue runs in issue order; a node starts when its
+queue is free, its inputs are ready and its slot is free. Collectives of the shard group (unshard and reduce) share one
+communicator and so run one at a time in issue order. A phase starts when the one before it has ended.
 
 One walk over the nodes; 96 blocks take a few tenths of a second, and less when the same costs are used again.
 """
@@ -102,16 +103,17 @@ class Times:
         return self.spans[-1].end
 
 
-def run(schedule: Schedule, costs: Costs | None = None, phase: Phase | None = None) -> Times:
+def run(schedule: Schedule, costs: Costs | None = None, phase: Phase | None = None, *, ahead: bool = True) -> Times:
     """Execute `schedule`, or one `phase` of it from time 0, as its nodes are ordered now. Changes nothing.
 
     Works after any pass; what is not inserted yet takes no time. `costs` defaults to the schedule's, or unit slots made anew: a
-    pass that compares orders makes them once. Raises ScheduleError where a planned slot is freed by a node that comes later.
+    pass that compares orders makes them once. `ahead`: whether the host runs ahead of compute. Raises ScheduleError where a
+    planned slot is freed by a node that comes later.
     """
     costs = costs or schedule.costs or Costs.unit_slots(schedule)
     queues: list[_Queues] = []
     for each in schedule.phases if phase is None else (phase,):
-        queues.append(_Queues(each, costs, queues[-1].end if queues else 0.0))
+        queues.append(_Queues(each, costs, queues[-1].end if queues else 0.0, ahead))
     return Times(
         costs,
         tuple(q.span for q in queues),
@@ -125,8 +127,8 @@ def run(schedule: Schedule, costs: Costs | None = None, phase: Phase | None = No
 class _Queues:
     """The queues of one phase, run from `begin`."""
 
-    def __init__(self, phase: Phase, costs: Costs, begin: float):
-        self.phase, self.begin = phase, begin
+    def __init__(self, phase: Phase, costs: Costs, begin: float, ahead: bool):
+        self.phase, self.begin, self.ahead = phase, begin, ahead
         self.free: dict[str, float] = defaultdict(lambda: begin)
         """When each queue, and each communicator, is free again."""
         self.nodes: dict[fx.Node, tuple[float, float]] = {}
@@ -159,6 +161,8 @@ class _Queues:
             occupied.append(COMMUNICATORS.get(queue, queue))
         issued = self.free["compute"]
         start = max([self.free[each] for each in occupied] + [self._ready(each) for each in nodes])
+        if not self.ahead:
+            start = max(start, issued)
         end = start + duration
         if queue == "compute" and start > issued:
             cause = node.args[0] if kind == "wait" else node

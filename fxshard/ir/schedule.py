@@ -551,6 +551,37 @@ class Schedule:
 
         return schedule_from_json(text)
 
+    def keep_resident(self, flat: str, by: str = "user") -> None:
+        """Keep `flat` gathered from forward to backward: its FREE in forward goes, and in backward a `resident` input takes
+        the place of its AG and WAIT; the FREE there ends the residency.
+
+        Raises ScheduleError with the reason where there is nothing to keep, or where the order is settled already.
+        """
+        freed = self.forward.one("free", flat)
+        full = self.backward.full(flat) if self.backward is not None else None
+        if flat in self.resident:
+            raise ScheduleError(f"'{flat}' is resident already")
+        if self.established & {"rate-limited", "memory-planned"}:
+            raise ScheduleError(
+                f"the rate limit and the memory plan count on FREE {flat} in forward: keep it before them"
+            )
+        if freed is None:
+            raise ScheduleError(f"'{flat}' is not gathered in forward")
+        if self.backward is None or full is None:
+            raise ScheduleError(f"backward does not read '{flat}': freed after forward")
+        self.forward.graph.erase_node(freed)
+        graph, layout = self.backward.graph, self.flats[flat]
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            name = identifier(f"resident_{flat}")
+            resident = graph.create_node("placeholder", name, name=name)
+        resident.meta[INFO] = NodeInfo("resident", flat, layout.unit, by=by, num_bytes=layout.full_bytes)
+        full.replace_all_uses_with(resident)
+        for kind in ("wait", "all_gather", "cast_shard", "shard"):
+            for node in reversed(self.backward.nodes(kind, flat)):
+                if not node.users and info(node).queue in ("compute", "unshard"):
+                    graph.erase_node(node)
+        self.resident.add(flat)
+
     def text(self, level: str = "communication") -> str:
         """The schedule as text. `level`: `units`, `communication` (every communication node), or `all`."""
         from fxshard.ir.text import schedule_text

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
-import struct
 from typing import Any
 
 import pytest
@@ -14,33 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from benchmarks.network import bytes_sent
 from examples.models import GPT, GPTConfig
 from fxshard.ir import Schedule
 from tests.distributed.harness import Ranks
 
-_BYTES_SENT = 200
-"""Offset of tcpi_bytes_sent (u64) in Linux's struct tcp_info."""
-
 PROTOCOL = 1.01
 """gloo puts a small header before each message; the messages here are tens of kilobytes and more."""
-
-
-def kernel_bytes_sent() -> int:
-    """Bytes this process's TCP sockets have sent, as the kernel counts them."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # the descriptor of the listing itself
-            continue
-        with duplicate:
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
-                data = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                if len(data) >= _BYTES_SENT + 8:
-                    total += struct.unpack_from("Q", data, _BYTES_SENT)[0]
-    return total
 
 
 def a_step(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -56,9 +32,9 @@ def measure(F: int) -> dict[str, Any]:
     tokens = torch.randint(512, (2, 16))
     a_step(model, tokens)
     dist.barrier()
-    before = kernel_bytes_sent()
+    before = bytes_sent()
     a_step(model, tokens)
-    sent = kernel_bytes_sent() - before
+    sent = bytes_sent() - before
     dist.barrier()
     schedule: Schedule = model.schedule  # type: ignore[assignment]
     flats = schedule.flats.values()

@@ -69,6 +69,15 @@ def test_without_prefetch_every_gather_is_exposed() -> None:
     assert times.total == 5 * 10.0 + 4.0
 
 
+def test_a_host_that_computes_itself_issues_a_gather_only_when_it_comes_to_it() -> None:
+    """The same schedule: each gather starts where compute has come to, so that compute waits ten ticks for every one."""
+    s = trace(forward_prefetch=0, backward_prefetch=0, rate_limit=None, passes=lambda p: p[:-1])
+    times = clock.run(s, SIMPLE, s.forward, ahead=False)
+    assert [start for _, start in starts(times, "all_gather")] == [14.0 * i for i in range(5)]
+    assert times.exposed == {"forward": 50.0} and times.total == 5 * 14.0
+    assert all(task.start >= task.issued for task in times.tasks)
+
+
 def test_a_limit_of_one_puts_gather_and_compute_in_turn() -> None:
     s = trace(rate_limit=1, forward_prefetch=0, backward_prefetch=0, reshard_after_forward=True)
     times = clock.run(s, SIMPLE, s.forward)

@@ -30,9 +30,11 @@ def test_golden():
 
 def test_what_is_not_kept_is_remarked():
     (missed,) = remarks(after(4, Framed), "keep-root-resident", "missed")
-    assert (missed.unit, missed.text) == ("(root).0", "backward does not read it: freed after forward")
+    assert (missed.unit, missed.text) == ("(root).0", "backward does not read '(root).0': freed after forward")
     missed = remarks(after(4, Framed, F=1), "keep-root-resident", "missed")
-    assert [(r.unit, r.text) for r in missed] == [(f"(root).{i}", "not gathered in forward") for i in range(2)]
+    assert [(r.unit, r.text) for r in missed] == [
+        (f"(root).{i}", f"'(root).{i}' is not gathered in forward") for i in range(2)
+    ]
 
 
 def test_a_model_without_root_parameters_is_left_alone():

@@ -1,0 +1,34 @@
+"""docs/passes: the code of every page runs and prints what follows it, its links lead somewhere, its pass has a test."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs" / "passes").glob("*.md"))
+EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_its_code_runs_and_prints_what_follows_it(page: Path):
+    examples = EXAMPLE.findall(page.read_text())
+    assert len(examples) == page.read_text().count("```python") > 0
+    for code, output in examples:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_its_links_lead_somewhere(page: Path):
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_every_example_pass_has_a_page_and_a_test():
+    names = {path.stem for path in (ROOT / "examples" / "passes").glob("*.py")} - {"__init__"}
+    assert names == {page.stem for page in PAGES}
+    assert all((ROOT / "tests" / "examples" / f"test_{name}.py").exists() for name in names)
