@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fxshard.ir.schedule import Remarks, Schedule, describe, info
 from fxshard.options import Options
 from fxshard.passes.backward_prefetch import BackwardPrefetch
 from fxshard.passes.base import Pass
@@ -31,9 +32,13 @@ __all__ = [
     "Pass",
     "PlanMemory",
     "RateLimit",
+    "Remarks",
+    "Schedule",
     "bisect",
     "check_complete",
     "default_passes",
+    "describe",
+    "info",
     "parse",
     "pipeline",
     "replay",

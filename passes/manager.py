@@ -59,7 +59,13 @@ def run(
     original = schedule.copy() if reproducer else None
     try:
         for position, p in enumerate(passes, 1):
-            _run_one(p, schedule, f"{p}, pass {position} of {len(passes)}", verify_each or position == len(passes))
+            place = f"{p}, pass {position} of {len(passes)}"
+            planned = any("memory-planned" in q.provides for q in passes[:position])
+            _run_one(p, schedule, place, verify_each or position == len(passes))
+            if planned and "memory-planned" not in schedule.established:
+                raise PassError(
+                    f"{place}, moved operations after plan-memory, whose plan does not hold now: put it before"
+                )
             if print_after is True or (print_after and p.name in print_after):
                 record = schedule.history[-1]
                 if record.added or record.removed or record.moved:
@@ -76,7 +82,7 @@ def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool) -> None:
     remarks = Remarks(p.name)
     before = _nodes(schedule)
     moves = _moves(schedule)
-    planned = "memory-planned" in schedule.established
+    schedule.editor = p.name
     started = time.perf_counter()
     try:
         p.apply(schedule, remarks)
@@ -84,10 +90,10 @@ def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool) -> None:
         raise type(error)(f"{error}\n  in      {place}") from error
     except Exception as error:
         raise PassError(f"{place}, failed: {type(error).__name__}: {error}") from error
+    finally:
+        schedule.editor = "user"
     seconds = time.perf_counter() - started
     schedule.established.update(p.provides)
-    if planned and "memory-planned" not in schedule.established:
-        raise PassError(f"{place}, moved operations after plan-memory: put it before, the plan does not hold any more")
     if checked:
         try:
             verify(schedule)

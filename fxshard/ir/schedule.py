@@ -242,6 +242,13 @@ class Phase:
         if segment:
             yield unit, segment
 
+    def wait_of(self, collective: fx.Node) -> fx.Node:
+        """The WAIT of a collective. Raises ScheduleError if it has none, or several."""
+        waits = [u for u in collective.users if info(u).kind == "wait"]
+        if len(waits) != 1:
+            raise ScheduleError(f"{describe(collective)} has {len(waits)} waits, not one")
+        return waits[0]
+
     def first_use(self, flat: str) -> fx.Node | None:
         """The first operator of the model that reads a parameter of `flat`, or None."""
         uses = [u for v in self.views(flat) for u in v.users if info(u).kind == "compute"]
@@ -310,20 +317,27 @@ class Phase:
 
     # -- moves
 
-    def move_before(self, node: fx.Node, anchor: fx.Node, by: str = "user") -> bool:
+    def move_before(self, node: fx.Node, anchor: fx.Node, by: str | None = None) -> bool:
         """Put `node`, with what goes with it, right before `anchor`, earlier or later than it stands. A gather takes its cast
         and its throttle along, a WAIT the views of what it waits for.
 
         Returns whether anything moved. Raises ScheduleError, naming the node that pins it, where the move would break a
         dependency, reorder what ranks agreed on, or exceed a rate limit that holds already; nothing has moved then. A
-        memory plan does not survive a move.
+        memory plan does not survive a move. `by`: who moves it, the pass that runs unless told.
         """
+        return self._move(node, anchor, f"before {describe(anchor)}", by)
+
+    def move_after(self, node: fx.Node, anchor: fx.Node, by: str | None = None) -> bool:
+        """Put `node`, with what goes with it, right after `anchor`; else as `move_before`."""
+        return node is not anchor and self._move(node, anchor.next, f"after {describe(anchor)}", by)
+
+    def _move(self, node: fx.Node, anchor: fx.Node, place: str, by: str | None) -> bool:
         group = self._travelling(node)
         if group[-1].next is anchor or anchor in group:
             return False
         self._check_open()
         if (pin := self.blocker(node, anchor)) is not None:
-            raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {describe(pin)} pins it")
+            raise ScheduleError(f"{describe(node)} may not move {place}: {describe(pin)} pins it")
         if self.schedule is not None and self.schedule.on_move is not None:
             self.schedule.on_move(node, anchor)
         back = [(member, member.next) for member in reversed(group)]
@@ -332,17 +346,13 @@ class Phase:
         if (problem := self._exceeds()) is not None:
             for member, following in back:
                 following.prepend(member)
-            raise ScheduleError(f"{describe(node)} may not move before {describe(anchor)}: {problem}")
+            raise ScheduleError(f"{describe(node)} may not move {place}: {problem}")
         for member in group:
             if (found := member.meta.get(INFO)) is not None and found.kind != "param_view":
-                found.moved_by += (by,)
+                found.moved_by += (by or (self.schedule.editor if self.schedule is not None else "user"),)
         if self.schedule is not None:
             self.schedule.established.discard("memory-planned")
         return True
-
-    def move_after(self, node: fx.Node, anchor: fx.Node, by: str = "user") -> bool:
-        """Put `node`, with what goes with it, right after `anchor`; else as `move_before`."""
-        return node is not anchor and self.move_before(node, anchor.next, by)
 
     def _check_open(self) -> None:
         if self.schedule is not None and self.schedule.runs:
@@ -421,7 +431,8 @@ def user_line(node: fx.Node) -> str:
     if (line := node.meta.get("line")) is not None:
         return line
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
-    found = [frame for frame in frames if "/torch/" not in frame[0] and frame[0][0] != "<"] or frames
+    frames = [frame for frame in frames if frame[0][0] != "<"]  # code made at run time has no file
+    found = [frame for frame in frames if "/torch/" not in frame[0]] or frames
     return f"{os.path.basename(found[-1][0])}:{found[-1][1]}" if found else ""
 
 
@@ -477,6 +488,8 @@ class Schedule:
     """The communication skeleton that other ranks rely on; moves cannot change the order of collectives then."""
     runs: bool = False
     """Whether a program was made of it; it then is not to be edited."""
+    editor: str = "user"
+    """Who edits it now: the name of the pass that runs."""
     on_move: Callable[[fx.Node, fx.Node], None] | None = None
     """Called with each legal move, the node and its anchor, before it is made."""
     costs: Costs | None = None
