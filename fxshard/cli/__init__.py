@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 from fxshard import __version__
 from fxshard.cli import diff, doctor, passes, show, verify
@@ -58,7 +60,9 @@ def _run(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     try:
         parsed = _parser().parse_args(arguments)
-        status: int = parsed.run(parsed)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            status: int = parsed.run(parsed)
         return status
     except (BrokenPipeError, KeyboardInterrupt):
         raise
@@ -67,6 +71,18 @@ def _run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         print(f"fxshard: error: {_message(error)}", file=sys.stderr)
         return FINDING if isinstance(error, ScheduleError) else USAGE
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of `warnings.showwarning`: the place is a line of ours or of a library, which helps nobody here."""
+    print(f"fxshard: warning: {str(message).strip()}", file=sys.stderr)
 
 
 def _message(error: Exception) -> str:

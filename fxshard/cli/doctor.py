@@ -29,7 +29,7 @@ TORCH = ((2, 11), (2, 14))
 EPILOG = """\
 examples:
   fxshard doctor
-  torchrun --nproc-per-node 2 --no-python fxshard doctor
+  torchrun --nproc-per-node 2 -m fxshard doctor
 """
 
 
@@ -68,7 +68,7 @@ def findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield _package("rich", "tables and colours in the examples")
     devices = _devices()
     yield Finding(
-        "ok", "devices", ", ".join([*map(_device_text, devices), f"{torch.get_num_threads()} threads of torch"])
+        "ok", "devices", ", ".join([*map(_device_text, devices), f"threads of torch: {torch.get_num_threads()}"])
     )
     yield from _backends()
     yield world(environment)

@@ -64,6 +64,8 @@ def inputs(model: Any, sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """
     config, main = model.config, model.main_input_name
     batch, length = sizes.get("batch", 1), sizes.get("length")
+    main_shape: tuple[int, ...]
+    labels_shape: tuple[int, ...]
     if main == "pixel_values":
         if length is not None:
             raise UsageError(f"{type(model).__name__} takes images: leave out --length")
@@ -80,7 +82,7 @@ def inputs(model: Any, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         raise UsageError(
             f"no example inputs are known for {type(model).__name__} ({main}): give --inputs MODULE:FUNCTION"
         )
-    dtype = torch.int64 if main == "input_ids" else torch.get_default_dtype()
+    dtype = torch.int64 if main == "input_ids" else model.dtype
     made = {main: torch.zeros(main_shape, dtype=dtype)}
     if "labels" in inspect.signature(model.forward).parameters:
         made["labels"] = torch.zeros(labels_shape, dtype=torch.int64)

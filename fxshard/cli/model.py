@@ -24,10 +24,10 @@ def build(target: str, inputs: str | None, sizes: Mapping[str, int]) -> tuple[nn
     """
     with torch.device("meta"):
         if target.startswith("hf:") or os.path.basename(target) == "config.json" or os.path.isdir(target):
-            model = hugging_face.model(target.removeprefix("hf:"))
+            named = hugging_face.model(target.removeprefix("hf:"))
             if inputs is None:
-                return model, hugging_face.inputs(model, sizes)
-            return model, _call(load(inputs), inputs, sizes=sizes)
+                return named, hugging_face.inputs(named, sizes)
+            return named, _call(load(inputs), inputs, sizes=sizes)
         name, arguments = call(target)
         factory = load(name)
         made = factory if isinstance(factory, nn.Module) else _call(factory, target, arguments)

@@ -65,6 +65,10 @@ def on_meta_inputs() -> Tensor:
     return torch.zeros(1, 1 << 20)
 
 
+def one_linear() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(3, 2), torch.zeros(1, 3)
+
+
 ready = Chain()
 
 

@@ -94,7 +94,8 @@ def test_sizes_of_inputs():
         assert {name: tuple(x.shape) for name, x in made.items()} == {"input_ids": shape, "labels": shape}
     with pytest.raises(UsageError, match="--length 65: the model has 64 positions"):
         hugging_face.inputs(found, {"length": 65})
-    vit = model(next(text for text in MODELS if text.startswith("ViT")))
+    vit = model(next(text for text in MODELS if text.startswith("ViT")).replace("{", "{dtype=bfloat16, "))
+    assert hugging_face.inputs(vit, {})["pixel_values"].dtype == torch.bfloat16
     assert hugging_face.inputs(vit, {"batch": 3})["pixel_values"].shape == (3, 3, 16, 32)
     with pytest.raises(UsageError, match="ViTForImageClassification takes images: leave out --length"):
         hugging_face.inputs(vit, {"length": 3})

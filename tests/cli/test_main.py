@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_the_console_script_is_the_same_command(tmp_path):
     command = [sys.executable, str(script), "show", "tests.cli.models:chain", "--F", "2", "--level", "units"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
-    assert 'fxshard = "fxshard.cli:main"' in (ROOT / "pyproject.toml").read_text()
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {"fxshard": "fxshard.cli:main"}
 
 
 @pytest.mark.parametrize(
@@ -100,3 +101,20 @@ def test_an_error_of_nobodys_is_named_by_its_class(capsys, monkeypatch):
     assert cli.main(["show", "tests.cli.models:chain", "--F", "2", "--format", "svg"]) == 2
     expected = "fxshard: error: ZeroDivisionError: while drawing (--debug shows the traceback)\n"
     assert capsys.readouterr().err == expected
+
+
+def test_a_warning_is_one_line_without_a_place(capsys):
+    assert cli.main(["show", "tests.cli.models:one_linear", "--F", "2"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "fxshard: warning: units='auto' found no repeated blocks in Linear: all parameters are one unit"
+    )
+
+
+def test_an_interrupt_is_quiet(capsys, monkeypatch):
+    def interrupt(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fxshard, "trace", interrupt)
+    assert cli.main(["show", "tests.cli.models:chain", "--F", "2"]) == cli.INTERRUPTED
+    assert capsys.readouterr() == ("", "")
