@@ -89,7 +89,7 @@ def _message(error: Exception) -> str:
     """Messages of ours as they are; of anything else the first line and how to see the rest."""
     text = str(error).strip()
     if isinstance(error, (UsageError, FxshardError)):
-        return text
+        return "\n".join([text, *getattr(error, "__notes__", ())])
     lines = text.splitlines() or ["no message"]
     if isinstance(error, (TypeError, ValueError, OSError)):
         return lines[0]

@@ -7,10 +7,8 @@ import dataclasses
 import inspect
 import sys
 
-import fxshard.passes
-from fxshard import Options
 from fxshard.cli.syntax import UsageError, call, close, load
-from fxshard.passes import Pass
+from fxshard.passes import BY_NAME, Pass
 
 EPILOG = """\
 examples:
@@ -27,15 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    default = {p.name: type(p) for p in fxshard.passes.default_passes(Options())}
     if parsed.name is None:
-        print("\n\n".join(_entry(p) for p in default.values()))
+        print("\n\n".join(map(_entry, BY_NAME.values())))
         return 0
     name, _ = call(parsed.name)
-    found = load(name) if ":" in name else default.get(name)
+    found = load(name) if ":" in name else BY_NAME.get(name)
     if found is None:
-        hint = close(name, default)
-        raise UsageError(f"there is no pass {name!r}{hint} (there are {', '.join(default)}; MODULE:CLASS for your own)")
+        hint = close(name, BY_NAME)
+        raise UsageError(f"there is no pass {name!r}{hint} (there are {', '.join(BY_NAME)}; MODULE:CLASS for your own)")
     if not (isinstance(found, type) and issubclass(found, Pass)):
         raise UsageError(f"{name} is not a class of passes: derive it from fxshard.passes.Pass")
     print(f"{_entry(found, summary=False)}\n\n{_documentation(found)}")

@@ -1,6 +1,7 @@
 """`fxshard verify`, `diff` and `passes`."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -61,19 +62,24 @@ def test_equal_schedules_are_equal_from_file_and_model(saved, capsys):
         assert capsys.readouterr().err == ""
 
 
-def test_options_of_one_side_make_a_difference(saved, tmp_path, capsys):
-    picture = tmp_path / "diff.svg"
-    words = ["diff", saved, CHAIN, "--F", "2", "--b-set", "rate_limit=1", "-o", str(picture)]
-    assert main(words) == 1
-    out = capsys.readouterr().out
+def test_options_of_one_side_make_a_difference(saved, capsys):
+    assert main(["diff", saved, CHAIN, "--F", "2", "--b-set", "rate_limit=1"]) == 1
     a, b = (fxshard.trace(chain(), chain_inputs(), F=2, **options) for options in ({}, {"rate_limit": 1}))
-    assert out == f"{fxshard.diff(a, b)}\n"
-    assert picture.read_text().startswith("<svg")
-    assert (
-        main(["diff", CHAIN, CHAIN, "--F", "2", "--a-pass", "backward-prefetch{depth=2}", "--a-set", "rate_limit=9"])
-        == 1
+    assert capsys.readouterr().out == f"{fxshard.diff(a, b)}\n"
+    sides = ["--a-pass", "backward-prefetch{depth=2}", "--b-pass", "backward-prefetch{depth=3}"]
+    assert main(["diff", CHAIN, CHAIN, "--F", "2", "--set", "rate_limit=None", *sides]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^- .*backward-prefetch\{depth=2\}", out, re.M) and re.search(
+        r"^\+ .*prefetch\{depth=3\}", out, re.M
     )
-    assert "backward-prefetch{depth=2}" in capsys.readouterr().out
+
+
+def test_the_difference_is_drawn_where_it_was_asked_for(saved, tmp_path, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(fxshard.ScheduleDiff, "renderer", staticmethod(lambda *given: drawn.append(given)))
+    assert main(["diff", saved, CHAIN, "--F", "2", "--b-set", "rate_limit=1", "-o", str(tmp_path / "x.svg")]) == 1
+    ((a, b, path),) = drawn
+    assert (a.rate_limit, b.rate_limit, path) == (2, 1, str(tmp_path / "x.svg"))
 
 
 def test_options_that_no_side_can_use_are_refused(saved, capsys):
