@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 
 import fxshard
-from fxshard.cli import source
+from fxshard.cli import output, source
+from fxshard.cli.syntax import UsageError
+
+PICTURES = (".svg",)
+"""What `ScheduleDiff.render` draws."""
 
 EPILOG = """\
 examples:
@@ -26,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.output is not None:
+        output.check_folder(parsed.output)
+        if not parsed.output.lower().endswith(PICTURES):
+            raise UsageError(f"-o {parsed.output}: a difference is drawn as {', '.join(PICTURES)}")
     common = source.Settings.of(parsed)
     both_saved = source.is_saved(parsed.A) and source.is_saved(parsed.B)
     schedules = []

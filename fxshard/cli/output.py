@@ -23,8 +23,7 @@ def choose(asked: str | None, path: str | None) -> str:
     """The format: as asked, else by the suffix of `path`, else text. Raises UsageError, also where no file can be made."""
     if path is None:
         return asked or "text"
-    if not os.path.isdir(os.path.dirname(path) or "."):
-        raise UsageError(f"-o {path}: there is no folder {os.path.dirname(path)!r}")
+    check_folder(path)
     fitting = [(suffix, name) for name, suffix in formats().items() if path.lower().endswith(suffix)]
     by_suffix = max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else None
     if asked is None and by_suffix is None:
@@ -34,6 +33,12 @@ def choose(asked: str | None, path: str | None) -> str:
     if asked is not None and by_suffix not in (None, asked):
         raise UsageError(f"-o {path}: the suffix says {by_suffix} and --format {asked}; leave out --format")
     return asked or by_suffix or "text"
+
+
+def check_folder(path: str) -> None:
+    """Raise UsageError if no file can be made at `path`: said before a long trace, not after."""
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise UsageError(f"-o {path}: there is no folder {os.path.dirname(path)!r}")
 
 
 def write(schedule: Schedule, form: str, level: str, path: str | None) -> None:

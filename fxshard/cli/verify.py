@@ -30,4 +30,5 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _counted(phase: Phase) -> str:
     counts = {"AG": phase.all_gathers, "RS": phase.reduce_scatters, "AR": phase.all_reduces}
-    return " ".join([phase.name, *(f"{len(nodes)} {label}" for label, nodes in counts.items() if nodes)])
+    found = " ".join(f"{len(nodes)} {label}" for label, nodes in counts.items() if nodes)
+    return f"{phase.name} {found or 'without collectives'}"

@@ -88,6 +88,15 @@ def test_options_that_no_side_can_use_are_refused(saved, capsys):
         assert "is a saved schedule, which is not traced again: leave out" in capsys.readouterr().err
 
 
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_traced(capsys):
+    for path, expected in (
+        ("x.png", "-o x.png: a difference is drawn as .svg"),
+        ("no/x.svg", "-o no/x.svg: there is no"),
+    ):
+        assert main(["diff", "no_module:a", "no_module:b", "-o", path]) == 2
+        assert capsys.readouterr().err.startswith(f"fxshard: error: {expected}")
+
+
 # -- passes
 
 
