@@ -56,11 +56,14 @@ def test_a_process_prints_the_schedule_and_ends_with_0():
     assert done.stdout.startswith("schedule  W=2  F=2  replicas=1\n")
 
 
-def test_a_process_ends_with_2_and_one_line_for_wrong_usage():
-    for words in ([], ["shwo"], ["show"], ["show", "tests.cli.models:chain", "--F", "2", "--lev", "all"]):
-        done = run(*words)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert re.fullmatch(r"fxshard: error: .* \(see fxshard( show)? --help\)\n", done.stderr)
+def test_a_process_ends_with_2_and_one_line_for_wrong_usage(capsys):
+    done = run("shwo")
+    assert (done.returncode, done.stdout) == (2, "")
+    errors = [done.stderr]
+    for words in ([], ["show"], ["show", "tests.cli.models:chain", "--F", "2", "--lev", "all"]):
+        assert cli.main(words) == 2
+        errors.append(capsys.readouterr().err)
+    assert all(re.fullmatch(r"fxshard: error: .* \(see fxshard( show)? --help\)\n", error) for error in errors)
 
 
 def test_the_console_script_is_the_same_command(tmp_path):
