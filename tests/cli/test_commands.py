@@ -74,12 +74,12 @@ def test_options_of_one_side_make_a_difference(saved, capsys):
     )
 
 
-def test_the_difference_is_drawn_where_it_was_asked_for(saved, tmp_path, monkeypatch, capsys):
-    drawn = []
-    monkeypatch.setattr(fxshard.ScheduleDiff, "renderer", staticmethod(lambda *given: drawn.append(given)))
-    assert main(["diff", saved, CHAIN, "--F", "2", "--b-set", "rate_limit=1", "-o", str(tmp_path / "x.svg")]) == 1
-    ((a, b, path),) = drawn
-    assert (a.rate_limit, b.rate_limit, path) == (2, 1, str(tmp_path / "x.svg"))
+def test_the_difference_is_drawn_where_it_was_asked_for(saved, tmp_path, capsys):
+    words = ["diff", saved, CHAIN, "--F", "2", "--b-set", "rate_limit=1", "-o", str(tmp_path / "x.svg")]
+    assert main(words) == 1
+    a, b = (fxshard.trace(chain(), chain_inputs(), F=2, **options) for options in ({}, {"rate_limit": 1}))
+    fxshard.diff(a, b).render(str(tmp_path / "expected.svg"))
+    assert (tmp_path / "x.svg").read_text() == (tmp_path / "expected.svg").read_text()
 
 
 def test_options_that_no_side_can_use_are_refused(saved, capsys):
