@@ -32,7 +32,7 @@ from fxshard.ir.layout import is_dense
 from . import reference
 from .plan import FlattenPlan, segments_of
 
-__all__ = ["FlattenPlan", "cast_shard", "chunk_sum", "flatten_cast_scale"]
+__all__ = ["FlattenPlan", "cast_shard", "chunk_sum", "computed_by", "flatten_cast_scale"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -228,6 +228,11 @@ def _check_like(name: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def computed_by(device: torch.device) -> str:
+    """Who computes for tensors on `device` unless told otherwise: 'triton' or 'torch'."""
+    return "torch" if _kernels(device, None) is None else "triton"
 
 
 def _kernels(device: torch.device, use_triton: bool | None) -> ModuleType | None:
