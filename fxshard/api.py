@@ -208,7 +208,9 @@ class _State:
 
     def replace_schedule(self, edited: Schedule) -> None:
         if not isinstance(edited, Schedule):
-            raise TypeError(f"model.schedule = {type(edited).__name__}: a Schedule was expected, edited from a copy of it")
+            raise TypeError(
+                f"model.schedule = {type(edited).__name__}: a Schedule was expected, edited from a copy of it"
+            )
         program = self.latest_program()
         if edited is program.schedule:
             return
