@@ -13,9 +13,10 @@ from fxshard.options import MixedPrecision, Options
 from fxshard.parameter import ShardedParameter
 from fxshard.runtime import VirtualWorld
 from fxshard.units import BytesOfFirstUse
-from fxshard.viz import render, render_diff
+from fxshard.viz import draw_notebook, render, render_diff
 
 Schedule.renderer = staticmethod(render)
+Schedule.displayer = staticmethod(draw_notebook)
 ScheduleDiff.renderer = staticmethod(render_diff)
 
 __version__ = "0.1.0"

@@ -495,7 +495,8 @@ class Schedule:
     costs: Costs | None = None
     """How long operations take, for pictures and passes; None = unit slots."""
 
-    renderer: ClassVar[Callable[[Schedule, str], None] | None] = None
+    renderer: ClassVar[Callable[[Schedule, str, bool], None] | None] = None
+    displayer: ClassVar[Callable[[Schedule], str] | None] = None
 
     def __post_init__(self) -> None:
         for phase in self.phases:
@@ -611,10 +612,15 @@ class Schedule:
             if info(n).kind in ops.GROUPS
         ]
 
-    def render(self, path: str) -> None:
-        """Draw the schedule; the format follows the suffix of `path` (svg)."""
+    def render(self, path: str, every_unit: bool = False) -> None:
+        """Draw the schedule; the format follows the suffix of `path`, see `fxshard.viz.render`."""
         assert Schedule.renderer is not None, "fxshard registers one when it is imported"
-        Schedule.renderer(self, path)
+        Schedule.renderer(self, path, every_unit)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        assert Schedule.displayer is not None, "fxshard registers one when it is imported"
+        return Schedule.displayer(self)
 
     def __str__(self) -> str:
         return self.text()
