@@ -615,7 +615,7 @@ def _trace(
                 if buffer is not None and buffer.device.type == "meta":
                     saved.append((module._buffers, name, buffer))
                     module._buffers[name] = _off_meta(buffer, device)
-        with torch_private.while_capturing():
+        with torch_private.without_default_device(), torch_private.while_capturing():
             captured(*args, **kwargs)
     except torch_private.CAPTURE_FAILURES as error:
         if not state.captured:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
+from examples.models import encoder_decoder_small, encoder_decoder_small_inputs
 from tests.capture.compare import Block, differences, full, train_both
 
 
@@ -71,3 +72,13 @@ def test_a_part_on_the_meta_device_leaves_the_rest_alone():
     fxshard.compile(model, F=2, init=reset)
     assert torch.equal(full(model.embed.weight), before)
     assert full(model.layers[1].linear.weight).abs().max() <= 8**-0.5
+
+
+def test_trace_inside_the_meta_block_the_model_was_made_in():
+    """The default device is of the block, not of what is traced: `torch.arange` in forward is not on meta."""
+    with torch.device("meta"):
+        model, inputs = encoder_decoder_small(), encoder_decoder_small_inputs()
+        inside = fxshard.trace(model, inputs, F=2)
+        assert torch.empty(1).device.type == "meta"
+    assert inside.text("all") == fxshard.trace(model, inputs, F=2).text("all")
+    assert torch.empty(1).device.type == "cpu"

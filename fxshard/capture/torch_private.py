@@ -5,12 +5,13 @@ Not here: `_parameters` and `_buffers` of modules and `_schema` of operators, wh
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._device import DeviceContext
 
 __all__ = [
     "CAPTURE_FAILURES",
@@ -52,6 +54,7 @@ __all__ = [
     "tensor_uses",
     "while_capturing",
     "will_run",
+    "without_default_device",
     "wrapper_subclass",
 ]
 
@@ -180,6 +183,24 @@ def surviving_outputs(node: Any) -> list[int]:
             result.append(len(mutated) + i)
     start = len(mutated) + metadata.num_outputs
     return result + list(range(start, start + metadata.num_intermediate_bases))
+
+
+@contextlib.contextmanager
+def without_default_device() -> Iterator[None]:
+    """A `with torch.device(...)` around a trace, under which the model was made, is not to reach what is traced."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        modes.append(torch.overrides._pop_mode())
+    try:
+        for mode in reversed(modes):
+            if not isinstance(mode, DeviceContext):
+                torch.overrides._push_mode(mode)
+        yield
+    finally:
+        while torch._C._len_torch_function_stack():
+            torch.overrides._pop_mode()
+        for mode in reversed(modes):
+            torch.overrides._push_mode(mode)
 
 
 def while_capturing() -> AbstractContextManager[Any]:
