@@ -36,6 +36,7 @@ from examples.passes.keep_best_resident import KeepBestResident
 from examples.passes.latest_safe_launch import LatestSafeLaunch
 from fxshard.ir import Schedule, clock
 from fxshard.ir.costs import COLLECTIVE_QUEUES, Costs
+from fxshard.ir.schedule import info
 
 W = 4
 CONFIG = GPTConfig(layers=10, width=192, heads=4, vocabulary=1024, length=64)
@@ -146,7 +147,8 @@ def measured_rates(inputs: dict[str, Any]) -> Rates:
 
 
 def segments(schedule: Schedule) -> list[list[Any]]:
-    return [nodes for phase in schedule.phases for unit, nodes in phase.steps() if unit]
+    """Operators that follow each other, of both phases."""
+    return [nodes for phase in schedule.phases for _, nodes in phase.steps() if info(nodes[0]).kind == "compute"]
 
 
 def median_seconds(run: Callable[[], Any], times: int = 5) -> float:

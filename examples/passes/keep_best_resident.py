@@ -21,11 +21,12 @@ may differ between ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fxshard.ir import Remarks, Schedule
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.schedule import bytes_text, info
 from fxshard.passes import Pass
 
 
@@ -60,3 +61,9 @@ class KeepBestResident(Pass):
             schedule.keep_resident(flat, self.name)
             left -= size
             remarks.passed(flat, f"kept from forward to backward, {bytes_text(size)} of the budget")
+
+    def ensures(self, schedule: Schedule) -> Iterable[str]:
+        kept = schedule.backward.nodes("resident") if schedule.backward is not None else []
+        size = sum(info(node).num_bytes for node in kept if info(node).by == self.name)
+        if size > self.budget_bytes:
+            yield f"{bytes_text(size)} are kept, the budget is {bytes_text(self.budget_bytes)}"

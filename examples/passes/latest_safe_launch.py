@@ -59,9 +59,9 @@ class LatestSafeLaunch(Pass):
                 limit = min(limit, next(iter(gather.users)))
                 frees = [free for free in reversed(phase.frees) if gather < free < limit]
                 for free in frees:
-                    trial.move_before(copied[gather], copied[free].next)
+                    trial.move_after(copied[gather], copied[free])
                     if all(_exposed(schedule, trial, c) <= e * (1 + 1e-9) for c, e in zip(costs, exposed)):
-                        phase.move_before(gather, free.next, self.name)
+                        phase.move_after(gather, free, self.name)
                         remarks.passed(flat, f"AG launched after {describe(free)} in {phase.name}")
                         break
                 else:

@@ -18,8 +18,8 @@ from fxshard.ir import Schedule, clock
 from fxshard.ir.costs import COLLECTIVE_QUEUES, Costs
 from fxshard.passes import Pass
 from tests.capture.compare import identical
-from tests.examples.trained import CASES, gathered_bytes, ladder, traced, train
-from tests.passes.golden import golden, node_names, remarks, text
+from tests.examples.trained import CASES, gathered_bytes, ladder, story, traced, train
+from tests.passes.golden import node_names, remarks
 
 
 @functools.cache
@@ -36,31 +36,13 @@ def test_golden():
     # AG of layers.1 is issued before its work, where it was before.
     schedule = ladder([4, 4, 4], kept(96))
     assert schedule.resident == {"layers.2"}
-    lines = [text(schedule, phase).splitlines() for phase in ("forward", "backward")]
-    wanted = ("AG ", "for AG", "FREE ", "LIMIT", "FLAT")
-    forward, backward = ("\n".join(l for l in phase if any(w in l for w in wanted)) for phase in lines)
-    assert forward == golden("""
-        unshard    AG     layers.0  96 B
-        unshard    AG     layers.1  96 B
-        compute    WAIT   layers.0  for AG layers.0
-        compute    FREE   layers.0
-        unshard    AG     layers.2  96 B
-        compute    WAIT   layers.1  for AG layers.1
-        compute    FREE   layers.1
-        compute    WAIT   layers.2  for AG layers.2
-    """)
-    assert backward == golden("""
-        unshard    AG     layers.1  96 B
-        compute    FREE   layers.2
-        compute    FLAT   layers.2  96 B
-        unshard    AG     layers.0  96 B
-        compute    WAIT   layers.1  for AG layers.1
-        compute    FREE   layers.1
-        compute    FLAT   layers.1  96 B
-        compute    WAIT   layers.0  for AG layers.0
-        compute    FREE   layers.0
-        compute    FLAT   layers.0  96 B
-    """)
+    default = ladder([4, 4, 4])
+    kinds = ("AG", "LIMIT", "WAIT", "FREE")
+    assert story(default.forward, *kinds) == "AG:0 AG:1 WAIT:0 FREE:0 LIMIT:2 AG:2 WAIT:1 FREE:1 WAIT:2 FREE:2"
+    assert story(schedule.forward, *kinds) == "AG:0 AG:1 WAIT:0 FREE:0 AG:2 WAIT:1 FREE:1 WAIT:2"
+    kinds = ("AG", "FREE", "RS")
+    assert story(default.backward, *kinds) == "AG:2 AG:1 FREE:2 RS:2 AG:0 FREE:1 RS:1 FREE:0 RS:0"
+    assert story(schedule.backward, *kinds) == "AG:1 FREE:2 RS:2 AG:0 FREE:1 RS:1 FREE:0 RS:0"
 
 
 def test_the_first_of_backward_then_the_smallest_then_the_latest_used_are_kept():
@@ -184,6 +166,12 @@ def test_with_any_prefetch_the_budget_holds(rows: list[int], depth: int, limit: 
     if limit is not None:  # the verifier holds the number of the others; their sizes are what is left
         most = sorted((f.full_bytes for f in schedule.flats.values() if f.name not in schedule.resident), reverse=True)
         assert schedule.memory.peak_gathered_bytes <= schedule.memory.resident_bytes + sum(most[:limit]) + 64
+
+
+def test_a_budget_that_was_not_kept_is_told():
+    schedule = ladder([4, 4, 4], kept(1 << 20))
+    assert list(KeepBestResident(1 << 20).ensures(schedule)) == []
+    assert list(KeepBestResident(100).ensures(schedule)) == ["288 B are kept, the budget is 100 B"]
 
 
 def test_it_is_a_pass_that_prints_its_option():

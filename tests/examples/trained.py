@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fxshard
 from examples.models import GPT, EncoderDecoder, GPTConfig
-from fxshard.ir import Schedule
+from fxshard.ir import Phase, Schedule, ops
+from fxshard.ir.schedule import info
 
 CONFIG = GPTConfig(layers=4, width=16, heads=2, vocabulary=32, length=8, dropout=0.1)
 
@@ -81,6 +82,12 @@ def train(case: Case, passes: Any = None, steps: int = 4, **options: Any) -> tup
 def traced(name: str, passes: Any = None, deep: bool = False) -> Schedule:
     """The schedule of a case, made once; prefetched three units ahead without a rate limit if `deep`. Not to be changed."""
     return CASES[name].trace(passes, **(DEEP if deep else {}))
+
+
+def story(phase: Phase, *labels: str) -> str:
+    """The operations with these labels in issue order, each with the last part of its unit's name: `AG:0 WAIT:0 FREE:0`."""
+    found = [(ops.LABELS.get(info(node).kind), info(node).flat or "") for node in phase.graph.nodes]
+    return " ".join(f"{label}:{flat.split('.')[-1]}" for label, flat in found if label in labels)
 
 
 def gathered_bytes(schedule: Schedule, phase: str = "backward") -> int:
