@@ -43,7 +43,8 @@ PATIENCE_S = 150.0
 TOLERANCE = 1e-3
 """How far apart the losses of two runs may be. Sums in another order make 1e-7 at first, and Adam lets it grow."""
 
-QUEUE_STYLES = {"unshard": "cyan", "compute": "default", "reduce": "magenta", "replicate": "yellow"}
+STYLES = {"CAST": "cyan", "LIMIT": "cyan", "AG": "cyan", "RS": "magenta", "AR": "yellow", "FWD": "dim", "GRAD": "dim"}
+"""Colours of a schedule's lines, by operation: each queue with collectives has one."""
 
 
 @dataclass(frozen=True)
@@ -234,13 +235,11 @@ def mean(values: Iterable[float]) -> float:
 
 
 def show_schedule(console: Console, schedule: str) -> None:
-    """The schedule, one colour a queue."""
     for line in schedule.splitlines():
-        words = line.split()
-        if line.startswith("  ") and words[0] in QUEUE_STYLES:
-            style = "dim" if words[1] in ("FWD", "GRAD") else QUEUE_STYLES[words[0]]
+        if line.startswith("  "):
+            style = STYLES.get(line.split()[0], "")
         else:
-            style = "dim" if line.startswith("#") else "bold" if not line.startswith(" ") else ""
+            style = "dim" if line.startswith("#") else "bold"
         console.print(Text(line, style=style), soft_wrap=True)
 
 
