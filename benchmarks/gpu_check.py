@@ -161,9 +161,13 @@ def collectives() -> dict[str, Any]:
                 buffer, out = value.to(wire), torch.zeros_like(value, dtype=dtype)
                 world.bind_reduce_scatter(flat, buffer, out, staging)(None).wait()
                 check(torch.equal(out, sent.to(dtype)), f"reduce_scatter of {wire} into {dtype}")
+            pair = torch.zeros_like(gathered), torch.zeros_like(value)
+            both = torch.empty(sum(t.numel() * t.itemsize for t in pair), dtype=torch.uint8, device=DEVICE)
+            world.bind_bucket((flat, flat), (sent, value), pair, both)(None).wait()
+            check(torch.equal(pair[0], sent) and torch.equal(pair[1], value), f"bucket of {wire} and float32")
             world.bind_all_reduce(flat, gathered, staging)(None).wait()
             check(torch.equal(gathered, sent), f"all_reduce of {wire}")
-            done += 4
+            done += 5
         flags = [True, False, True]
         check(world.presence(flags)() == flags, "presence")
         check(torch.equal(world.gather_flat(flat, sent), sent), "gather_flat")

@@ -10,7 +10,8 @@ Source   FSDP paper, section 3.4 (what the caching allocator does instead); regi
 
 Lives: a gathered buffer from AG to FREE; a cast from CAST to the WAIT of its gather; a gradient buffer from FLAT to the
 end of its reduce; reduce output and staging from RS to ACC. Residents have memory of their own. Phases share the arena:
-every queue joins the compute queue at the end of a phase.
+every queue joins the compute queue at the end of a phase. A bucket has one slot, its members in order and then the
+staging of a direct exchange, up to the last of their FREEs.
 """
 
 from __future__ import annotations
@@ -82,6 +83,19 @@ def all_reduce_bytes(schedule: Schedule, flat: FlatParameter) -> int:
     return aligned((schedule.replicas - 1) * part * flat.reduce_dtype.itemsize) if schedule.direct_exchange else 0
 
 
+def bucket_bytes(schedule: Schedule, bucket: fx.Node) -> int:
+    """Bytes of a bucket's members, each 16-byte aligned, residents not counted, and of its staging: all ranks' shards."""
+    flats = [schedule.flats[name] for name in info(bucket).members]
+    staging = sum(flat.full_bytes for flat in flats) if schedule.direct_exchange else 0
+    return sum(aligned(flat.full_bytes) for flat in flats if flat.name not in schedule.resident) + staging
+
+
+def _released(schedule: Schedule, phase: Phase, wait: fx.Node) -> fx.Node:
+    """Where the member of a bucket that `wait` is for no longer needs the bucket's slot."""
+    flat = info(wait).flat or ""
+    return wait if flat in schedule.resident else phase.one("free", flat) or phase.output
+
+
 def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
     position = {node: i for i, node in enumerate(phase.graph.nodes)}
     buffers = []
@@ -92,6 +106,9 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
 
     for node in phase.graph.nodes:
         found = info(node)
+        if found.kind == "all_gather" and found.members:
+            add(node, max(_released(schedule, phase, wait) for wait in node.users), bucket_bytes(schedule, node))
+            continue
         if found.flat is None or found.flat not in schedule.flats:
             continue
         flat = schedule.flats[found.flat]
@@ -100,7 +117,7 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
         elif found.kind == "cast_shard":
             if flat.F > 1:
                 gather = next(iter(node.users))
-                add(node, next(iter(gather.users)), found.num_bytes)
+                add(node, min(gather.users), found.num_bytes)
             elif found.flat not in schedule.resident:
                 add(node, phase.one("free", found.flat) or phase.output, found.num_bytes)
         elif found.kind in ("flatten_grads", "reduce_scatter", "all_reduce"):

@@ -52,46 +52,43 @@ class RateLimit(Pass):
         alive: dict[str, int] = {}
         held_back: deque[fx.Node] = deque()
 
-        def issue(gather: fx.Node) -> None:
-            alive[info(gather).flat or ""] = info(gather).num_bytes
-
         for node in list(phase.graph.nodes):
             kind, flat = info(node).kind, info(node).flat or ""
-            if kind == "all_gather" and schedule.counts(flat):
-                if not held_back and self._fits(alive, (), node):
-                    issue(node)
+            if kind == "all_gather" and (brought := counted(schedule, node)):
+                if not held_back and self._fits(alive, (), brought):
+                    alive.update(brought)
                 else:
                     held_back.append(node)
             elif kind == "wait" and node.args[0] in held_back:
                 while node.args[0] in held_back:
                     gather = held_back.popleft()
-                    if not self._fits(alive, (), gather):
-                        self._refuse(schedule, phase, alive, gather)
+                    brought = counted(schedule, gather)
+                    if not self._fits(alive, (), brought):
+                        self._refuse(phase, alive, brought)
                     phase.move_before(gather, node, self.name)
-                    issue(gather)
+                    alive.update(brought)
                     remarks.passed(info(gather).flat or "", f"AG held back to {describe(node)}")
             elif kind == "free" and flat in alive:
                 del alive[flat]
                 after = node
-                while held_back and self._fits(alive, (), held_back[0]):
+                while held_back and self._fits(alive, (), counted(schedule, held_back[0])):
                     gather = held_back.popleft()
                     phase.move_before(gather, after.next, self.name)
-                    issue(gather)
+                    alive.update(counted(schedule, gather))
                     after = gather
                     remarks.passed(info(gather).flat or "", f"AG held back to {describe(node)}")
 
-    def _refuse(self, schedule: Schedule, phase: Phase, alive: dict[str, int], gather: fx.Node) -> None:
-        flat = info(gather).flat or ""
-        units = [*alive, flat]
+    def _refuse(self, phase: Phase, alive: dict[str, int], brought: dict[str, int]) -> None:
+        units = [*alive, *brought]
         needed = len(units)
-        sizes = sum(alive.values()) + info(gather).num_bytes
+        sizes = sum([*alive.values(), *brought.values()])
         over_count = self.limit is not None and needed > self.limit
         what = (
             f"rate_limit={self.limit} is below the {needed} gathered buffers"
             if over_count
             else f"rate_limit_bytes={self.limit_bytes} is below the {sizes} bytes"
         )
-        use = phase.first_use(flat)
+        flat, use = min(((f, phase.first_use(f)) for f in brought), key=lambda pair: pair[1] or phase.output)
         where = f", where {describe(use)} reads '{flat}'" if use is not None else ""
         raise ScheduleError(
             f"{what} that {phase.name} needs at once: {', '.join(map(repr, units))}{where}. "
@@ -106,26 +103,26 @@ class RateLimit(Pass):
             kind, flat = info(node).kind, info(node).flat or ""
             if kind == "free" and flat in issued:
                 frees.append(node)
-            elif kind == "all_gather" and schedule.counts(flat):
-                freed = next(k for k in range(len(frees) + 1) if self._fits(issued, frees[:k], node))
-                issued[flat] = info(node).num_bytes
+            elif kind == "all_gather" and (brought := counted(schedule, node)):
+                freed = next(k for k in range(len(frees) + 1) if self._fits(issued, frees[:k], brought))
+                issued.update(brought)
                 if freed:
                     self._throttle_one(schedule, phase, node, frees[freed - 1])
-            elif kind == "all_gather" and flat not in schedule.resident and frees:
+            elif kind == "all_gather" and frees and not schedule.resident.issuperset(info(node).flats):
                 # Not counted, and still not to run further ahead than the issue order says.
                 self._throttle_one(schedule, phase, node, frees[-1])
 
     def _throttle_one(self, schedule: Schedule, phase: Phase, gather: fx.Node, free: fx.Node) -> None:
-        flat = schedule.flats[info(gather).flat or ""]
+        flats = [schedule.flats[flat] for flat in info(gather).flats]
         with phase.graph.inserting_before(gather):
-            phase.call(ops.throttle, (free, flat.name), flat=flat, by=self.name)
+            phase.call(ops.throttle, (free, gather.args[1]), flat=flats, by=self.name)
 
-    def _fits(self, issued: dict[str, int], frees: Sequence[fx.Node], gather: fx.Node) -> bool:
-        """Whether one more gathered buffer is within both bounds, `issued` minus `frees` being there already."""
+    def _fits(self, issued: dict[str, int], frees: Sequence[fx.Node], brought: dict[str, int]) -> bool:
+        """Whether what an AG brings is within both bounds, `issued` minus `frees` being there already."""
         gone = {info(free).flat for free in frees}
-        alive = [size for flat, size in issued.items() if flat not in gone]
-        count = self.limit is None or len(alive) < self.limit
-        return count and (self.limit_bytes is None or sum(alive) + info(gather).num_bytes <= self.limit_bytes)
+        alive = [size for flat, size in issued.items() if flat not in gone] + [*brought.values()]
+        within = self.limit is None or len(alive) <= self.limit
+        return within and (self.limit_bytes is None or sum(alive) <= self.limit_bytes)
 
     def _limit_gradients(self, phase: Phase, remarks: Remarks) -> None:
         """Before gradient buffer k is filled, the reduce of buffer k - limit has ended and reached `.grad`."""
@@ -140,6 +137,11 @@ class RateLimit(Pass):
                         phase.move_before(member, node, self.name)
                 remarks.passed(oldest, f"its reduce ends before {describe(node)}")
             waiting.append(flat)
+
+
+def counted(schedule: Schedule, gather: fx.Node) -> dict[str, int]:
+    """The gathered buffers an AG brings that the limit counts, and their bytes; a bucket brings one a member."""
+    return {flat: schedule.flats[flat].full_bytes for flat in info(gather).flats if schedule.counts(flat)}
 
 
 def _completion(phase: Phase, flat: str) -> list[fx.Node]:

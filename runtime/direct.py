@@ -6,6 +6,8 @@ is ((c0 + c1) + c2) + ... over ranks, in fp32 or wider whatever the wire dtype, 
 
 A group numbers its exchanges; the number is the message tag, so two exchanges between the same pair never mix. All
 ranks of a group issue the same exchanges in the same order: the schedule's communication skeleton.
+
+A bucket's small shards are packed into one message a peer: what a message costs is mostly not its bytes.
 """
 
 from __future__ import annotations
@@ -94,6 +96,30 @@ class DirectGroup:
             works = self.post(sends, receives)
             mine.copy_(shard)
             return Exchange(works)
+
+        return issue
+
+    def bind_bucket(self, shards: Sequence[Tensor], fulls: Sequence[Tensor], staging: Tensor) -> Callable[[], Pending]:
+        """shards (S_i,) of each rank -> fulls (size * S_i,), in one message a peer. staging: bytes (size * B,), B those of
+        all shards: row r is what rank r sends, every member's shard after the other's. Each dtype is its own.
+        """
+        pairs = [(raw(shard), raw(full)) for shard, full in zip(shards, fulls, strict=True) if shard.numel()]
+        if not pairs:
+            return Pending
+        sizes = [shard.numel() for shard, _ in pairs]
+        rows = staging.view(self.size, sum(sizes))
+        mine, parts = rows[self.index], [shard for shard, _ in pairs]
+        out = [(full.view(self.size, -1), column) for (_, full), column in zip(pairs, rows.split(sizes, 1))]
+        sends = [(peer, mine) for peer in self.peers]
+        receives = [(peer, rows[peer]) for peer in reversed(self.peers)]
+
+        def finish() -> None:
+            for full, column in out:
+                full.copy_(column)
+
+        def issue() -> Pending:
+            torch.cat(parts, out=mine)
+            return Exchange(self.post(sends, receives), finish)
 
         return issue
 

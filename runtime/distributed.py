@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard.capture import torch_private
 from fxshard.ir import FlatParameter
 from fxshard.options import check_factor
-from fxshard.runtime.direct import DirectGroup
+from fxshard.runtime.direct import DirectGroup, raw
 from fxshard.runtime.world import DONE, Issue, Pending, World
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
@@ -135,6 +135,13 @@ class GlooWorld(DistributedWorld):
         issue = self.shard_exchange.bind_all_gather(shard, full)
         return lambda previous: issue()
 
+    def bind_bucket(
+        self, flats: Sequence[FlatParameter], shards: Sequence[Tensor], fulls: Sequence[Tensor], staging: Tensor | None
+    ) -> Issue:
+        assert staging is not None
+        issue = self.shard_exchange.bind_bucket(shards, fulls, staging)
+        return lambda previous: issue()
+
     def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
         assert staging is not None
         issue = self.shard_exchange.bind_reduce_scatter(buffer, out, staging)
@@ -153,6 +160,19 @@ class NcclWorld(DistributedWorld):
     def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
         def issue(previous: Any) -> Pending:
             _all_gather(full, shard, group=self.shard_group)
+            return DONE
+
+        return issue
+
+    def bind_bucket(
+        self, flats: Sequence[FlatParameter], shards: Sequence[Tensor], fulls: Sequence[Tensor], staging: Tensor | None
+    ) -> Issue:
+        pairs = [(raw(full), raw(shard)) for full, shard in zip(fulls, shards, strict=True) if shard.numel()]
+
+        def issue(previous: Any) -> Pending:
+            with torch_private.coalesced(self.shard_group):
+                for full, shard in pairs:
+                    _all_gather(full, shard, group=self.shard_group)
             return DONE
 
         return issue

@@ -10,6 +10,7 @@ way. The host never waits for a CUDA device.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard.ir import Phase, Schedule, Slot, ops
+from fxshard.ir import FlatParameter, Phase, Schedule, Slot, ops
 from fxshard.ir.layout import aligned
 from fxshard.ir.schedule import info
 from fxshard.ir.specialise import specialise
@@ -295,6 +296,8 @@ class _Binder:
         return run
 
     def _all_gather(self, node: fx.Node) -> Callable[..., Any]:
+        if info(node).members:
+            return self._bucket(node)
         storage, streams, events = self._flat(node), self.streams, self.events
         source_node: Any = node.args[0]
         shard = self.buffers[source_node]
@@ -314,11 +317,52 @@ class _Binder:
 
         return run
 
+    def _bucket(self, node: fx.Node) -> Callable[..., Any]:
+        """An AllGather of several: the members' buffers lie one after another in its slot, what is staged behind them."""
+        streams, events = self.streams, self.events
+        flats = [self.executor.storages[flat].flat for flat in info(node).members]
+        sources: Any = node.args[0]
+        fulls, staging = self._members(node, flats)
+        place = dict(zip(info(node).members, fulls))
+        self.buffers.update({wait: place[info(wait).flat or ""] for wait in node.users})
+        shards = [self.buffers[source] for source in sources]
+        issue, before = self.world.bind_bucket(flats, shards, fulls, staging), self._before(node, "unshard")
+        reads, writes = map(self._label, sources), map(self._label, node.users)
+        touched = [(label, False) for label in reads] + [(label, True) for label in dict.fromkeys(writes)]
+        done = _done(node)
+
+        def run() -> Pending:
+            before()
+            with streams.on("unshard"):
+                for label, write in touched:
+                    streams.touch("unshard", label, write)
+                pending = issue(None)
+                events[done] = streams.record("unshard")
+            return pending
+
+        return run
+
+    def _members(self, node: fx.Node, flats: Sequence[FlatParameter]) -> tuple[list[Tensor], Tensor | None]:
+        """Where each member of a bucket is gathered to, (padded,), and the staging (bytes of all,) of a direct exchange."""
+        slot, fulls, end = node.meta.get("slot") or Slot(0, 0), [], 0
+        for flat in flats:
+            if flat.name in self.schedule.resident:
+                fulls.append(self.executor.resident(flat.name))
+                continue
+            at = dataclasses.replace(slot, offset=slot.offset + end, num_bytes=slot.num_bytes - end)
+            fulls.append(self.executor.slot(at, flat.param_dtype, flat.padded_numel))
+            end += aligned(flat.full_bytes)
+        if not self.schedule.direct_exchange:
+            return fulls, None
+        at = dataclasses.replace(slot, offset=slot.offset + end, num_bytes=slot.num_bytes - end)
+        return fulls, self.executor.slot(at, torch.uint8, sum(flat.full_bytes for flat in flats))
+
     def _wait(self, node: fx.Node) -> Callable[..., Any]:
         source: Any = node.args[0]
         if info(source).kind == "presence":
             return lambda pending: pending()
-        self.buffers[node] = self.buffers[source]
+        if node not in self.buffers:  # a bucket has told its members' WAITs theirs
+            self.buffers[node] = self.buffers[source]
         done, queue, streams, events = _done(source), info(node).queue, self.streams, self.events
         if queue == "replicate":
 
@@ -328,7 +372,7 @@ class _Binder:
 
             return chain
 
-        label = self._label(source)
+        label = self._label(node)
 
         def run(pending: Pending) -> None:
             pending.wait()
@@ -363,6 +407,8 @@ class _Binder:
         """The name under which a buffer's accesses are recorded: `phase:node` of the node that fills it."""
         kind = info(node).kind
         if kind in ("wait", "all_reduce") and isinstance(source := node.args[0], fx.Node):
+            if info(source).members and info(node).flat in self.schedule.resident:
+                return f"resident:{info(node).flat}"
             return self._label(source)  # an AllReduce works in place
         if node.op == "placeholder" or (info(node).flat in self.schedule.resident and kind == "all_gather"):
             return f"{'shard' if kind == 'shard' else 'resident'}:{info(node).flat}"

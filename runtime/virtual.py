@@ -104,6 +104,18 @@ class VirtualWorld(World):
 
         return issue
 
+    def bind_bucket(
+        self, flats: Sequence[FlatParameter], shards: Sequence[Tensor], fulls: Sequence[Tensor], staging: Tensor | None
+    ) -> Issue:
+        issues = [self.bind_all_gather(*member) for member in zip(flats, shards, fulls, strict=True)]
+
+        def issue(previous: Any) -> Pending:
+            for each in issues:
+                each(None)
+            return DONE
+
+        return issue
+
     def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
         def issue(previous: Any) -> Pending:
             if self.data_ranks == 1:

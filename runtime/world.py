@@ -74,6 +74,14 @@ class World(ABC):
         """shard (held * S,) of every rank of the shard group -> full (padded,)."""
 
     @abstractmethod
+    def bind_bucket(
+        self, flats: Sequence[FlatParameter], shards: Sequence[Tensor], fulls: Sequence[Tensor], staging: Tensor | None
+    ) -> Issue:
+        """What `bind_all_gather` does, for several FlatParameters in one collective; each keeps its dtype.
+
+        staging: bytes (the sum of the fulls',), over direct exchange."""
+
+    @abstractmethod
     def bind_reduce_scatter(self, flat: FlatParameter, buffer: Tensor, out: Tensor, staging: Tensor | None) -> Issue:
         """buffer (padded,) -> out (held * S,): the sum over the shard group; what is in `buffer` may be lost.
 

@@ -77,7 +77,7 @@ def _of_nodes(schedule: Schedule, marks: dict[fx.Node | None, str]) -> dict[Key,
     for phase in schedule.phases:
         seen: Counter[tuple[str, str]] = Counter()
         for node in phase.graph.nodes:
-            kind, flat = info(node).kind, info(node).flat or ""
+            kind, flat = info(node).kind, info(node).label
             if kind in ops.LABELS:
                 if kind == "wait":
                     kind = f"wait {info(node.args[0]).queue}"

@@ -114,7 +114,7 @@ def _operations(schedule: Schedule, timeline: Timeline) -> Iterator[dict[str, An
             row["note"] = f"{len(task.nodes)} operator{'s' if len(task.nodes) > 1 else ''}"
         else:
             size = found.num_bytes if found.kind != "wait" else 0
-            row |= {"op": ops.LABELS[found.kind], "name": found.flat or "", "bytes": size, "note": _note(task.node)}
+            row |= {"op": ops.LABELS[found.kind], "name": found.label, "bytes": size, "note": _note(task.node)}
         shape = "bars" if found.kind in ("compute", *ops.COLLECTIVES) else "marks"
         if found.kind != "throttle" and not (found.kind == "compute" and task.end == task.start):
             row["at"] = next(places[found.queue, shape])

@@ -309,7 +309,10 @@ def runs(bars: Iterable[Bar]) -> Iterator[list[Bar]]:
 
 
 def short_names(name: str) -> list[str]:
-    """`model.layers.3` and what it may be shortened to; a name that is not numbered stays whole."""
+    """`model.layers.3` and what it may be shortened to; a name that is not numbered stays whole. Of a bucket, `a + b`, all
+    members are shortened alike."""
+    if " + " in name:
+        return [" + ".join(members) for members in zip(*map(short_names, name.split(" + ")))]
     parts = name.split(".")
     tails = [".".join(parts[i:]) for i in range(len(parts))]
     return [tail for tail in tails if tail == name or (name[0] != "(" and any(map(str.isdigit, tail)))]

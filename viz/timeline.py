@@ -218,12 +218,12 @@ def _bar(task: Task) -> Bar:
     if task.kind == "compute":
         return replace(bar, num_operators=len(task.nodes))
     passes = tuple(dict.fromkeys((found.by, *found.moved_by)))
-    return replace(bar, name=found.flat or "", unit=found.unit or "", num_bytes=found.num_bytes, passes=passes)
+    return replace(bar, name=found.label, unit=found.unit or "", num_bytes=found.num_bytes, passes=passes)
 
 
 def _mark(task: Task) -> Mark:
     source = info(_awaited(task)).queue if task.kind == "wait" else ""
-    return Mark(task.phase, task.queue, task.kind, info(task.node).flat or "", task.start, source)
+    return Mark(task.phase, task.queue, task.kind, info(task.node).label, task.start, source)
 
 
 def _awaited(task: Task) -> fx.Node:
@@ -234,7 +234,7 @@ def _awaited(task: Task) -> fx.Node:
 def _arrows(times: Times) -> Iterator[Arrow]:
     limits: dict[str, float] = {}
     for task in times.tasks:
-        name = info(task.node).flat or ""
+        name = info(task.node).label
         if task.kind == "wait":
             source = _awaited(task)
             yield Arrow(task.phase, "wait", name, info(source).queue, times.end(source), task.queue, task.start)
@@ -335,15 +335,16 @@ class _Lives:
         self.ends: dict[fx.Node, list[tuple[str, int]]] = defaultdict(list)
         self.changes: list[tuple[float, int, str, int]] = []
         """(time, number in issue order, curve, bytes more)."""
-        one = {(info(n).kind, info(n).flat): n for n in phase.graph.nodes if info(n).flat is not None}
+        one = {(info(n).kind, flat): n for n in phase.graph.nodes for flat in info(n).flats}
         for node in phase.graph.nodes:
             found = info(node)
             whole = found.kind == "cast_shard" and found.queue == "compute"  # at F = 1 the cast is the whole unshard
             if found.kind == "all_gather" or whole:
-                if found.flat not in schedule.resident:
-                    self._add(node, one.get(("free", found.flat)), "gathered")
+                if kept := [flat for flat in found.flats if flat not in schedule.resident]:
+                    frees = [one[("free", flat)] for flat in kept if ("free", flat) in one]
+                    self._add(node, max(frees, default=None), "gathered")
             elif found.kind in ("flatten_grads", "reduce_scatter", "all_reduce"):
-                end = one.get(("accumulate_grad", found.flat))
+                end = one.get(("accumulate_grad", found.flat or ""))
                 if found.kind == "flatten_grads" and end is not None and schedule.F > 1:
                     end = cast(fx.Node, end.args[0])  # once reduced, only the shard is needed
                 self._add(node, end, "gradients")

@@ -56,7 +56,7 @@ class LatestSafeLaunch(Pass):
             limit = phase.output
             for gather in reversed(phase.all_gathers):
                 flat, before = info(gather).flat or "", copied[gather].next
-                limit = min(limit, next(iter(gather.users)))
+                limit = min(limit, *gather.users)
                 frees = [free for free in reversed(phase.frees) if gather < free < limit]
                 for free in frees:
                     trial.move_after(copied[gather], copied[free])

@@ -254,6 +254,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def coalesced(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+    """Inside, AllGathers of `group` are kept back; they are issued at the end, as one launch."""
+    return dist.distributed_c10d._coalescing_manager(group)
+
+
 def default_timeout(device: torch.device) -> datetime.timedelta:
     """The timeout the default process group was made with, for this device; a new group has torch's own else."""
     return dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout

@@ -2,12 +2,13 @@
 
 Executing a node means calling the runtime's implementation; these bodies say what that equals, dtypes aside, for one
 rank that holds everything (F = 1) and brings the only batch. `flat` is always the name of a FlatParameter; its layout and
-dtypes are in `Schedule.flats`.
+dtypes are in `Schedule.flats`. A *bucket* is an `all_gather` of several FlatParameters at once: it takes a tuple of shards
+and one of names, and each member has a `wait`, views and a `free` of its own.
 
 | kind | queue | meaning |
 |---|---|---|
 | cast_shard | unshard | one cast per FlatParameter to its parameter dtype |
-| all_gather | unshard | issue; a pending full buffer (padded numel,) |
+| all_gather | unshard | issue; a pending full buffer (padded numel,), or one for each member of a bucket |
 | wait | compute, replicate | the queue waits for a pending result and returns it |
 | param_view | - | zero-copy view of one parameter: offset, shape, stride |
 | free | compute | after the last use: the slot may be reused once this point is reached |
@@ -32,12 +33,14 @@ def cast_shard(shard: Tensor, flat: str, dtype: torch.dtype) -> Tensor:
     return shard.to(dtype)
 
 
-def all_gather(shard: Tensor, flat: str) -> Tensor:
-    return shard.clone()
+def all_gather(shard: Tensor | tuple[Tensor, ...], flat: str | tuple[str, ...]) -> Tensor | dict[str, Tensor]:
+    if isinstance(shard, Tensor):
+        return shard.clone()
+    return {name: member.clone() for name, member in zip(flat, shard, strict=True)}
 
 
 def wait(pending: Any, flat: str) -> Any:
-    return pending
+    return pending[flat] if isinstance(pending, dict) else pending
 
 
 def param_view(full: Tensor, fqn: str, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -75,7 +78,7 @@ def presence(flags: Sequence[bool]) -> Any:
     return tuple(flags)
 
 
-def throttle(freed: Any, flat: str) -> None:
+def throttle(freed: Any, flat: str | tuple[str, ...]) -> None:
     return None
 
 

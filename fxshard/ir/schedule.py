@@ -34,7 +34,8 @@ INFO = "fxshard"
 class NodeInfo:
     """What a node is to the schedule.
 
-    `kind` is one of `ops.NODE_KINDS`.
+    `kind` is one of `ops.NODE_KINDS`. Of a bucket (an AllGather of several FlatParameters, or the throttle before it)
+    `members` are their names, `flat` is these joined (`a + b`, no FlatParameter's name) and `unit` the first one's.
     """
 
     kind: str
@@ -47,6 +48,18 @@ class NodeInfo:
     moved_by: tuple[str, ...] = ()
     """The passes that moved it, in order."""
     num_bytes: int = 0
+    members: tuple[str, ...] = ()
+
+    @property
+    def flats(self) -> tuple[str, ...]:
+        """The FlatParameters the node is about: a bucket's members, `(flat,)` for any other node of one, else ()."""
+        return self.members or ((self.flat,) if self.flat is not None else ())
+
+    @property
+    def label(self) -> str:
+        """`flat` for text that is read: of more than two members the first and how many more."""
+        more = len(self.members) - 1
+        return f"{self.members[0]} + {more} more" if more > 1 else self.flat or ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ class Phase:
     # -- queries
 
     def nodes(self, kind: str | None = None, flat: str | None = None) -> list[fx.Node]:
-        """Nodes of a kind, of a FlatParameter, or both, in issue order."""
+        """Nodes of a kind, of a FlatParameter, or both, in issue order; a bucket is of each of its members."""
         if kind is not None and kind not in ops.NODE_KINDS:
             raise ValueError(f"kind={kind!r}: allowed are {', '.join(ops.NODE_KINDS)}")
         if self._index is not None:
@@ -157,7 +170,7 @@ class Phase:
         return [
             n
             for n in self.graph.nodes
-            if (kind is None or info(n).kind == kind) and (flat is None or info(n).flat == flat)
+            if (kind is None or info(n).kind == kind) and (flat is None or flat in info(n).flats)
         ]
 
     @contextlib.contextmanager
@@ -165,8 +178,8 @@ class Phase:
         """For code that only reads: inside, `nodes` is a look-up instead of a walk over the graph."""
         index: dict[tuple[str | None, str | None], list[fx.Node]] = {}
         for node in self.graph.nodes:
-            kind, flat = info(node).kind, info(node).flat
-            for key in {(kind, flat), (kind, None), (None, flat), (None, None)}:
+            kind, flats = info(node).kind, (None, *info(node).flats)
+            for key in dict.fromkeys((k, f) for k in (None, kind) for f in flats):
                 index.setdefault(key, []).append(node)
         self._index = index
         try:
@@ -300,7 +313,7 @@ class Phase:
         """Whether the order of the two matters though neither reads the other."""
         kind, other_kind = info(node).kind, info(other).kind
         if kind in ops.GROUPS and other_kind in ops.GROUPS:
-            same = kind == other_kind and info(node).flat == info(other).flat
+            same = kind == other_kind and not {*info(node).flats}.isdisjoint(info(other).flats)
             return same or (self.schedule is not None and self.schedule.agreed is not None)
         if kind not in ("compute", "param_view"):
             return False
@@ -369,31 +382,88 @@ class Phase:
             return None
         return next((text for rule in LIMITS for _, text in rule(self.schedule, self)), None)
 
+    def merge_gathers(self, gathers: Sequence[fx.Node], by: str | None = None) -> fx.Node:
+        """Make these AllGathers one, a bucket; returns it. It stands where the first of them stood, its members in
+        registration order; each member keeps its WAIT.
+
+        Raises ScheduleError, naming what forbids it, and nothing has changed then: a node that is no AllGather of this
+        phase, a throttle after the first of them, a shard or cast that comes too late, collectives in an order that ranks
+        agreed on. A memory plan does not survive it.
+        """
+        for node in gathers:
+            if node.graph is not self.graph or info(node).kind != "all_gather":
+                raise ScheduleError(f"{describe(node)} is no AllGather of phase '{self.name}': it cannot be merged")
+        gathers = sorted(dict.fromkeys(gathers))
+        if not gathers:
+            raise ScheduleError("no AllGather to merge")
+        self._check_open()
+        first, *others = gathers
+        for gather in others:
+            throttle = next((n for n in _between(first, gather) if info(n).kind == "throttle"), None)
+            if (pin := throttle or self.blocker(gather, first)) is not None:
+                what = f"{describe(gather)} may not be merged with {describe(first)}"
+                raise ScheduleError(f"{what}: {describe(pin)} {'stands between them' if throttle else 'pins it'}")
+        if not others:
+            return first
+        if self.schedule is not None:
+            for gather in others:
+                if self.schedule.on_move is not None:
+                    self.schedule.on_move(gather, first)
+            self.schedule.established.discard("memory-planned")
+        by = by or (self.schedule.editor if self.schedule is not None else "user")
+        shards = {flat: shard for g in gathers for flat, shard in zip(info(g).flats, _shards(g), strict=True)}
+        members = [flat for flat in self.flats.values() if flat.name in shards]
+        names = tuple(flat.name for flat in members)
+        throttles = [n for n in self._travelling(first) if info(n).kind == "throttle"]
+        for cast in [n for g in gathers for n in self._travelling(g) if info(n).kind == "cast_shard"]:
+            first.prepend(cast)
+        with self.graph.inserting_before(first):
+            bucket = self.call(
+                ops.all_gather,
+                (tuple(shards[name] for name in names), names),
+                flat=members,
+                by=info(first).by,
+                num_bytes=sum(flat.full_bytes for flat in members),
+            )
+        for throttle in throttles:
+            throttle.update_arg(1, names)
+            found, made = info(throttle), info(bucket)
+            throttle.meta[INFO] = dataclasses.replace(found, flat=made.flat, unit=made.unit, members=names)
+        for gather in gathers:
+            info(bucket).moved_by += info(gather).moved_by + ((by,) if gather is not first else ())
+            gather.replace_all_uses_with(bucket)
+            self.graph.erase_node(gather)
+        return bucket
+
     def call(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         *,
-        flat: FlatParameter | None,
+        flat: FlatParameter | Sequence[FlatParameter] | None,
         by: str,
         queue: str | None = None,
         num_bytes: int = 0,
         fqn: str | None = None,
         name: str | None = None,
     ) -> fx.Node:
-        """Make a communication node at the graph's insertion point, its info stamped."""
+        """Make a communication node at the graph's insertion point, its info stamped; several flats make it a bucket's."""
         kind = ops.KINDS[function]
-        label = name or f"{kind}_{flat.name if flat else 'all'}"
-        node = self.graph.create_node("call_function", function, args, {}, name=identifier(label))
-        node.meta[INFO] = NodeInfo(
+        flats = [flat] if isinstance(flat, FlatParameter) else list(flat or ())
+        names = tuple(f.name for f in flats)
+        found = NodeInfo(
             kind,
-            flat.name if flat else None,
-            flat.unit if flat else None,
+            " + ".join(names) if names else None,
+            flats[0].unit if flats else None,
             queue or ops.QUEUES.get(kind, "compute"),
             fqn,
             by,
             num_bytes=num_bytes,
+            members=names if len(names) > 1 else (),
         )
+        label = name or f"{kind}_{found.label or 'all'}"
+        node = self.graph.create_node("call_function", function, args, {}, name=identifier(label))
+        node.meta[INFO] = found
         return node
 
     def copy(self) -> tuple[Phase, dict[fx.Node, fx.Node]]:
@@ -422,6 +492,12 @@ def _between(start: fx.Node, end: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _shards(gather: fx.Node) -> tuple[fx.Node, ...]:
+    """What an AllGather sends: a node a member."""
+    sent: Any = gather.args[0]
+    return sent if isinstance(sent, tuple) else (sent,)
+
+
 def identifier(text: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in text)
 
@@ -440,7 +516,7 @@ def describe(node: fx.Node) -> str:
     """The node as a user knows it: `AG layers.1`, or the operator and the line it comes from, `mm.default (model.py:41)`."""
     found = info(node)
     if found.kind in ops.LABELS:
-        return f"{ops.LABELS[found.kind]} {found.flat or ''}".strip()
+        return f"{ops.LABELS[found.kind]} {found.label}".strip()
     if found.kind == "param_view":
         return f"view of '{found.fqn}'"
     if node.op == "call_function":
@@ -583,6 +659,8 @@ class Schedule:
             raise ScheduleError(f"'{flat}' is not gathered in forward")
         if self.backward is None or full is None:
             raise ScheduleError(f"backward does not read '{flat}': freed after forward")
+        if any(info(gather).members for gather in self.backward.nodes("all_gather", flat)):
+            raise ScheduleError(f"backward gathers '{flat}' together with others: keep it before they are merged")
         self.forward.graph.erase_node(freed)
         graph, layout = self.backward.graph, self.flats[flat]
         with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):

@@ -111,7 +111,7 @@ def _communication(node: fx.Node) -> Row:
         note = f"for {ops.LABELS[info(node.args[0]).kind]}"  # type: ignore[arg-type]
     elif found.num_bytes:
         note = bytes_text(found.num_bytes)
-    return Row(found.queue, ops.LABELS[found.kind], found.flat or "", note, node)
+    return Row(found.queue, ops.LABELS[found.kind], found.label, note, node)
 
 
 def _operator(node: fx.Node) -> str:
@@ -179,7 +179,7 @@ def events(phase: Phase) -> list[tuple[str, str]]:
     for unit, nodes in phase.steps():
         found = info(nodes[0])
         if found.kind in ops.COLLECTIVES:
-            told.append((ops.LABELS[found.kind], found.flat or ""))
+            told.append((ops.LABELS[found.kind], found.label))
             continue
         starts = nodes[0] in waits and found.unit in to_come
         if starts:

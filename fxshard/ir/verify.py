@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -74,7 +75,11 @@ def one_wait_for_each_issue(schedule: Schedule, phase: Phase) -> list[Problem]:
         if info(node).kind in ("all_gather", "reduce_scatter", "all_reduce", "presence"):
             waits = [u for u in node.users if info(u).kind == "wait"]
             others = [u for u in node.users if info(u).kind != "wait"]
-            if len(waits) != 1:
+            members, waited = sorted(info(node).members), sorted(info(w).flat or "" for w in waits)
+            if members and (waited != members or len({*members}) < len(members)):
+                text = f"is of {', '.join(map(repr, members))} and has waits for {', '.join(map(repr, waited))}"
+                problems.append((node, f"{describe(node)} {text}, not one for each of different members"))
+            elif not members and len(waits) != 1:
                 problems.append((node, f"{describe(node)} has {len(waits)} waits, not one"))
             problems += [(u, f"{describe(u)} reads {describe(node)} without its WAIT") for u in others]
     return problems
@@ -87,11 +92,12 @@ def reads_its_own_flat_parameter(schedule: Schedule, phase: Phase) -> list[Probl
         found = info(node)
         if found.kind not in ops.LABELS or found.kind in ("throttle", "presence") or found.flat is None:
             continue
-        named, source = node.args[1], node.args[0]
-        if named != found.flat:
+        named, sources = node.args[1], node.args[0] if found.members else (node.args[0],)
+        if named != (found.members or found.flat):
             problems.append((node, f"{describe(node)} was made for '{found.flat}' and names '{named}'"))
-        if isinstance(source, fx.Node) and info(source).flat != found.flat:
-            problems.append((node, f"{describe(node)} reads {describe(source)}, of '{info(source).flat}'"))
+        for source, flat in zip(sources, found.flats):
+            if isinstance(source, fx.Node) and flat not in info(source).flats:
+                problems.append((node, f"{describe(node)} reads {describe(source)}, of '{info(source).flat}'"))
     return problems
 
 
@@ -100,12 +106,12 @@ def on_its_queue_and_group(schedule: Schedule, phase: Phase) -> list[Problem]:
     problems = []
     for kind, size in (("all_gather", None), ("reduce_scatter", None), ("all_reduce", schedule.replicas)):
         for node in phase.nodes(kind):
-            flat = schedule.flats.get(info(node).flat or "")
+            flats = [schedule.flats.get(flat) for flat in info(node).flats]
             if info(node).queue != ops.QUEUES[kind]:
                 group = ops.GROUPS[kind]
                 text = f"{describe(node)} is on queue '{info(node).queue}', not on '{ops.QUEUES[kind]}' of the {group}"
                 problems.append((node, text))
-            if flat is None or (size or flat.F) == 1:
+            if not flats or any(flat is None or (size or flat.F) == 1 for flat in flats):
                 problems.append(
                     (node, f"{describe(node)} is a collective of the {ops.GROUPS[kind]}, which is one rank")
                 )
@@ -127,7 +133,10 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
             if tuple(place) != layout.get(str(fqn)):
                 problems.append((view, f"{describe(view)} is at {tuple(place)}, not at {layout.get(str(fqn))}"))
             while isinstance(source, fx.Node) and source.op != "placeholder":
-                source = source.args[0]
+                reader, source = source, source.args[0]
+                if isinstance(source, fx.Node) and info(source).members:
+                    sent: Any = source.args[0]
+                    source = dict(zip(info(source).members, sent)).get(info(reader).flat or "")
             if not isinstance(source, fx.Node) or info(source).flat != flat.name:
                 problems.append((view, f"{describe(view)} reads {source}, not what is gathered of '{flat.name}'"))
         for node in phase.nodes("flatten_grads", flat.name):
@@ -175,10 +184,10 @@ def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
     problems = []
     whole = [n for n in phase.nodes("cast_shard") if schedule.flats[info(n).flat or ""].F == 1]
     for node in [*phase.nodes("all_gather"), *whole]:
-        flat = info(node).flat or ""
-        kept = flat in schedule.resident and phase.name == "forward"
-        if not kept and not phase.nodes("free", flat):
-            problems.append((node, f"'{flat}' is gathered and never freed"))
+        for flat in info(node).flats:
+            kept = flat in schedule.resident and phase.name == "forward"
+            if not kept and not phase.nodes("free", flat):
+                problems.append((node, f"'{flat}' is gathered and never freed"))
     for node in phase.nodes("resident"):
         flat = info(node).flat or ""
         if not phase.nodes("free", flat):
@@ -367,8 +376,8 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     alive: dict[str, int] = {}
     for node in phase.graph.nodes:
         kind, flat = info(node).kind, info(node).flat or ""
-        if kind == "all_gather" and schedule.counts(flat):
-            alive[flat] = schedule.flats[flat].full_bytes
+        if kind == "all_gather" and (counted := [f for f in info(node).flats if schedule.counts(f)]):
+            alive.update({f: schedule.flats[f].full_bytes for f in counted})
             names, size = ", ".join(map(repr, sorted(alive))), sum(alive.values())
             if schedule.rate_limit is not None and len(alive) > schedule.rate_limit:
                 text = (
@@ -393,11 +402,11 @@ def streams_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     reached = -1
     issued: list[str] = []
     for node in phase.graph.nodes:
-        kind, flat = info(node).kind, info(node).flat or ""
+        kind = info(node).kind
         if kind == "throttle" and isinstance(node.args[0], fx.Node):
             reached = max(reached, position[node.args[0]])
-        elif kind == "all_gather" and schedule.counts(flat):
-            issued.append(flat)
+        elif kind == "all_gather" and (counted := [f for f in info(node).flats if schedule.counts(f)]):
+            issued += counted
             alive = [f for f in issued if freed.get(f, len(position)) > reached]
             size = sum(schedule.flats[f].full_bytes for f in alive)
             over_count = schedule.rate_limit is not None and len(alive) > schedule.rate_limit
@@ -452,6 +461,9 @@ def every_buffer_has_a_slot(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 def _bytes_needed(schedule: Schedule, node: fx.Node) -> int:
     """Bytes of the arena a node needs: its result and, over direct exchange, what is received before it is summed."""
+    if members := [schedule.flats[name] for name in info(node).members if info(node).kind == "all_gather"]:
+        staged = sum(f.full_bytes for f in members) if schedule.direct_exchange else 0
+        return sum(f.full_bytes for f in members if f.name not in schedule.resident) + staged
     kind, flat = info(node).kind, schedule.flats.get(info(node).flat or "")
     if flat is None:
         return 0
@@ -518,13 +530,17 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 def _needed_until(phase: Phase, node: fx.Node) -> fx.Node:
     """The last node that needs the buffer `node` makes, derived from what reads it."""
-    kind, flat = info(node).kind, info(node).flat or ""
+    kind, flat = info(node).kind, info(node).flats[0]
     in_place = phase.flats[flat].F == 1  # an AllReduce without a ReduceScatter works inside the gradient buffer
-    if kind == "all_gather":
+    if kind == "all_gather" and not info(node).members:
         return max([*phase.nodes("free", flat), *storage_users(node)])
+    if kind == "all_gather":
+        # A resident member of a bucket, which has no FREE, has memory of its own: its WAIT ends what it needs of the slot.
+        frees = [f for wait in node.users for f in phase.nodes("free", info(wait).flat)]
+        return max([node, *node.users, *frees, *(u for f in frees for u in storage_users(f.args[0]))])  # type: ignore[arg-type]
     if kind == "cast_shard":
-        users = list(storage_users(node))
-        return max(users + [w for u in users for w in u.users if info(u).kind == "all_gather"])
+        users = list(storage_users(node))  # the first WAIT of a bucket's members ends the whole exchange
+        return max(users + [min(u.users, default=u) for u in users if info(u).kind == "all_gather"])
     chain, last = [node], node
     while chain:
         current = chain.pop()
