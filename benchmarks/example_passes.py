@@ -36,7 +36,7 @@ from examples.passes.keep_best_resident import KeepBestResident
 from examples.passes.latest_safe_launch import LatestSafeLaunch
 from fxshard.ir import Schedule, clock
 from fxshard.ir.costs import COLLECTIVE_QUEUES, Costs
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 
 W = 4
 CONFIG = GPTConfig(layers=10, width=192, heads=4, vocabulary=1024, length=64)

@@ -26,7 +26,7 @@ import fxshard
 from benchmarks.machine import describe
 from examples.passes.merge_small_gathers import MergeSmallGathers
 from fxshard.ir import ops
-from fxshard.ir.schedule import bytes_text, info
+from fxshard.ir.nodes import bytes_text, info
 
 W = 4
 UNITS = 32

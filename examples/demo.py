@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxshard
 from examples import models, text
 from examples.train_gpt import progress
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.nodes import bytes_text
 
 PATIENCE_S = 150.0
 """How long any process waits for another before it gives up, in seconds."""

@@ -23,7 +23,7 @@ from fxshard.capture.failures import capture_error
 from fxshard.capture.harmless import prepare
 from fxshard.errors import AgreementError, CaptureError
 from fxshard.ir import FlatParameter, Remark, Schedule
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.nodes import bytes_text
 from fxshard.ir.verify import verify
 from fxshard.options import InitFunction, Options, check_factor
 from fxshard.parameter import Generation, ShardedParameter

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fxshard.ir.schedule import Remarks, Schedule, describe, info
+from fxshard.ir.nodes import describe, info
+from fxshard.ir.schedule import Remarks, Schedule
 from fxshard.options import Options
 from fxshard.passes.backward_prefetch import BackwardPrefetch
 from fxshard.passes.base import Pass

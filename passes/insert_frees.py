@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from fxshard.ir import Remarks, Schedule, ops
 from fxshard.ir.aliasing import storage_users
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.nodes import describe, info
 from fxshard.passes.base import Pass
 
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxshard.ir import FlatParameter, NodeInfo, Phase, Remarks, Schedule, ops
-from fxshard.ir.schedule import INFO, identifier, info
+from fxshard.ir.nodes import INFO, identifier, info
 from fxshard.passes.base import Pass
 
 

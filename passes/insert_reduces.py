@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxshard.ir import Remarks, Schedule, ops
-from fxshard.ir.schedule import describe
+from fxshard.ir.nodes import describe
 from fxshard.passes.base import Pass
 
 

@@ -17,7 +17,8 @@ from torch import fx
 
 from fxshard.errors import FxshardError, PassError, ScheduleError
 from fxshard.ir import Remarks, Schedule
-from fxshard.ir.schedule import PassRecord, describe, info
+from fxshard.ir.nodes import describe, info
+from fxshard.ir.schedule import PassRecord
 from fxshard.ir.verify import verify
 from fxshard.passes.base import Pass
 

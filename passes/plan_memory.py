@@ -24,7 +24,7 @@ from torch import fx
 
 from fxshard.ir import FlatParameter, Phase, Remarks, Schedule, Slot
 from fxshard.ir.layout import aligned
-from fxshard.ir.schedule import bytes_text, info
+from fxshard.ir.nodes import bytes_text, info
 from fxshard.passes.base import Pass
 
 

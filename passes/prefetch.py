@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxshard.ir import Phase, Remarks
-from fxshard.ir.schedule import describe
+from fxshard.ir.nodes import describe
 
 
 def prefetch(phase: Phase, depth: int, remarks: Remarks, by: str) -> None:

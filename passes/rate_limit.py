@@ -24,7 +24,7 @@ from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir import Phase, Remarks, Schedule, ops
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.nodes import describe, info
 from fxshard.passes.base import Pass
 
 

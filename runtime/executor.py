@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from fxshard.ir import FlatParameter, Phase, Schedule, Slot, ops
 from fxshard.ir.layout import aligned
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 from fxshard.ir.specialise import specialise
 from fxshard.parameter import Generation
 from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale

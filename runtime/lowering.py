@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from fxshard.capture.torch_private import OpOverload
 from fxshard.ir import Phase, ops
-from fxshard.ir.schedule import describe, flatten_nodes, identifier, info
+from fxshard.ir.nodes import describe, flatten_nodes, identifier, info
 
 _COUNT = 0
 

@@ -28,7 +28,7 @@ from itertools import groupby
 from torch import fx
 
 from fxshard.ir import Phase, Schedule, ops
-from fxshard.ir.schedule import bytes_text, info
+from fxshard.ir.nodes import bytes_text, info
 from fxshard.viz import style
 from fxshard.viz.lanes import NO_UNIT, TITLES
 from fxshard.viz.page import sharding_text

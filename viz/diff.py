@@ -20,7 +20,7 @@ from torch import fx
 from fxshard.ir import Schedule, ops
 from fxshard.ir.costs import Costs
 from fxshard.ir.diff import diff
-from fxshard.ir.schedule import bytes_text, info
+from fxshard.ir.nodes import bytes_text, info
 from fxshard.viz import style
 from fxshard.viz.lanes import MARKS, Lanes, Names
 from fxshard.viz.page import (

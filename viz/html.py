@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from fxshard.ir import FlatParameter, Schedule, clock, ops
-from fxshard.ir.schedule import bytes_text, describe, info
+from fxshard.ir.nodes import bytes_text, describe, info
 from fxshard.viz.lanes import LANE_NOTES, MARKS, NO_UNIT, TITLES
 from fxshard.viz.page import time_note, unit_text
 from fxshard.viz.style import Palette

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.nodes import bytes_text
 from fxshard.viz.style import Canvas, Palette, number, shortened, text_width
 from fxshard.viz.timeline import Bar, Exposed, Lane, Mark, Timeline
 

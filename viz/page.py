@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from fxshard.ir.costs import COMMUNICATION_SHARE
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.nodes import bytes_text
 from fxshard.viz import style
 from fxshard.viz.lanes import mark_shape
 from fxshard.viz.style import Canvas, number, text_width

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.nodes import bytes_text
 from fxshard.viz.lanes import LONGEST_NAME, MARKS, NO_UNIT, Lanes, Names, mark_shape, time_text
 from fxshard.viz.page import (
     LEAST_SLOT,

@@ -21,7 +21,7 @@ from torch import fx
 from fxshard.ir import Phase, Schedule, Slot, clock, ops
 from fxshard.ir.clock import Span, Task, Times
 from fxshard.ir.costs import Costs
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.nodes import describe, info
 
 ROOT = "(root)"
 """The kind of what is in no other unit, one part or several."""

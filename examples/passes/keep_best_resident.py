@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxshard.ir import Remarks, Schedule
-from fxshard.ir.schedule import bytes_text, info
+from fxshard.ir.nodes import bytes_text, info
 from fxshard.passes import Pass
 
 

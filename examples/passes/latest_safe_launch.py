@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from fxshard.ir import Phase, Remarks, Schedule, clock
 from fxshard.ir.costs import COLLECTIVE_QUEUES, Costs, Link
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.nodes import describe, info
 from fxshard.passes import Pass
 
 

@@ -25,7 +25,7 @@ from torch import fx
 
 from fxshard.errors import ScheduleError
 from fxshard.ir import Phase, Remarks, Schedule
-from fxshard.ir.schedule import bytes_text, describe, info
+from fxshard.ir.nodes import bytes_text, describe, info
 from fxshard.passes import Pass
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxshard.capture import torch_private
 from fxshard.ir.layout import FlatParameter
-from fxshard.ir.schedule import INFO, NodeInfo, info
+from fxshard.ir.nodes import INFO, NodeInfo, info
 
 
 def stamp_units(

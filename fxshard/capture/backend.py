@@ -21,7 +21,8 @@ from fxshard.capture import torch_private
 from fxshard.capture.build import Captured, build_phases
 from fxshard.errors import CaptureError
 from fxshard.ir.layout import FlatParameter
-from fxshard.ir.schedule import Schedule, info
+from fxshard.ir.nodes import info
+from fxshard.ir.schedule import Schedule
 from fxshard.parameter import ShardedParameter
 
 

@@ -22,7 +22,8 @@ from fxshard.capture.attribution import stamp_units
 from fxshard.errors import CaptureError
 from fxshard.ir.aliasing import alias_roots, aliased_inputs, is_random, mutated_inputs
 from fxshard.ir.layout import FlatParameter
-from fxshard.ir.schedule import INFO, NodeInfo, Phase, flatten_nodes, hint, info, tensor_bytes, user_line
+from fxshard.ir.nodes import INFO, NodeInfo, flatten_nodes, hint, info, tensor_bytes, user_line
+from fxshard.ir.phase import Phase
 
 SMALL_FRACTION = 16
 """A parameter-only value at least this many times smaller than its largest parameter is saved, not recomputed."""

@@ -4,6 +4,8 @@ Nothing here imports passes, runtime or viz; they all import this.
 """
 
 from fxshard.ir.layout import FlatParameter, ParameterSpec
-from fxshard.ir.schedule import NodeInfo, Phase, Remark, Remarks, Schedule, Slot
+from fxshard.ir.nodes import NodeInfo, Slot
+from fxshard.ir.phase import Phase
+from fxshard.ir.schedule import Remark, Remarks, Schedule
 
 __all__ = ["FlatParameter", "NodeInfo", "ParameterSpec", "Phase", "Remark", "Remarks", "Schedule", "Slot"]

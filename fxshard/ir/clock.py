@@ -18,7 +18,9 @@ from torch import fx
 from fxshard.errors import ScheduleError
 from fxshard.ir import ops
 from fxshard.ir.costs import Costs
-from fxshard.ir.schedule import Phase, Schedule, Slot, describe, info
+from fxshard.ir.nodes import Slot, describe, info
+from fxshard.ir.phase import Phase
+from fxshard.ir.schedule import Schedule
 
 COMMUNICATORS = {"unshard": "shard group", "reduce": "shard group", "replicate": "replicate group"}
 

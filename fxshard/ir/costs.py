@@ -21,7 +21,7 @@ from torch import fx
 
 from fxshard.ir import ops
 from fxshard.ir.aliasing import aliased_inputs, mutated_inputs
-from fxshard.ir.schedule import info, tensor_bytes
+from fxshard.ir.nodes import info, tensor_bytes
 
 if TYPE_CHECKING:
     from fxshard.ir.schedule import Schedule

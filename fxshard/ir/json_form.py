@@ -19,19 +19,9 @@ from torch import fx
 
 from fxshard.ir import ops
 from fxshard.ir.layout import FlatParameter, ParameterSpec
-from fxshard.ir.schedule import (
-    INFO,
-    MemoryPlan,
-    NodeInfo,
-    Origin,
-    PassRecord,
-    Phase,
-    Remark,
-    Schedule,
-    Slot,
-    hint,
-    user_line,
-)
+from fxshard.ir.nodes import INFO, NodeInfo, Slot, hint, user_line
+from fxshard.ir.phase import Phase
+from fxshard.ir.schedule import MemoryPlan, Origin, PassRecord, Remark, Schedule
 
 FORMAT, VERSION = "fxshard schedule", 1
 

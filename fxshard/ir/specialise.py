@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from fxshard.ir.aliasing import mutated_inputs
-from fxshard.ir.schedule import Phase, flatten_nodes, info
+from fxshard.ir.nodes import flatten_nodes, info
+from fxshard.ir.phase import Phase
 
 aten = torch.ops.aten
 

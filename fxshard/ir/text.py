@@ -11,7 +11,9 @@ import torch
 from torch import fx
 
 from fxshard.ir import ops
-from fxshard.ir.schedule import Phase, Schedule, bytes_text, describe, hint, info, user_line
+from fxshard.ir.nodes import bytes_text, describe, hint, info, user_line
+from fxshard.ir.phase import Phase
+from fxshard.ir.schedule import Schedule
 
 LEVELS = ("units", "communication", "all")
 

@@ -16,7 +16,9 @@ from torch import fx
 from fxshard.errors import ScheduleError
 from fxshard.ir import ops
 from fxshard.ir.aliasing import alias_roots, has_effect, is_random, storage_users
-from fxshard.ir.schedule import Phase, Schedule, Slot, describe, hint, info, user_line
+from fxshard.ir.nodes import Slot, describe, hint, info, user_line
+from fxshard.ir.phase import Phase
+from fxshard.ir.schedule import Schedule
 
 Problem = tuple[fx.Node, str]
 """The node that breaks a rule, and how."""

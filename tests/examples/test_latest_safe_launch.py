@@ -16,7 +16,7 @@ from examples.passes import after
 from examples.passes.latest_safe_launch import LatestSafeLaunch
 from fxshard.ir import Schedule, clock
 from fxshard.ir.costs import Costs
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 from tests.capture.compare import identical
 from tests.distributed.harness import RankFailure, Ranks
 from tests.examples.trained import CASES, DEEP, ladder, story, traced, train

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxshard
 from examples.models import GPT, EncoderDecoder, GPTConfig
 from fxshard.ir import Phase, Schedule, ops
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 
 CONFIG = GPTConfig(layers=4, width=16, heads=2, vocabulary=32, length=8, dropout=0.1)
 

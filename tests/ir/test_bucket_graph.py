@@ -11,7 +11,7 @@ from torch import fx
 
 import fxshard
 from fxshard.ir import NodeInfo, Schedule, ops, verify
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.nodes import describe, info
 from fxshard.passes import Pass
 from tests.capture.compare import Framed, batches
 from tests.ir.test_verify import duplicate, only, replace_slot

@@ -15,7 +15,7 @@ from fxshard.errors import ScheduleError
 from fxshard.ir import Phase, Schedule, clock, ops
 from fxshard.ir.clock import COMMUNICATORS, Times
 from fxshard.ir.costs import COMMUNICATION_SHARE, SHORTEST, Costs, Link, touched_bytes
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.nodes import describe, info
 
 WIDTH = 32
 

@@ -21,7 +21,7 @@ import fxshard
 from examples import models
 from fxshard.ir import Phase, Schedule, Slot
 from fxshard.ir.aliasing import is_random, mutated_inputs
-from fxshard.ir.schedule import describe, info
+from fxshard.ir.nodes import describe, info
 from fxshard.ir.verify import same_on_all_ranks, verify
 from tests.capture.compare import WIDTH, Block, batches
 

@@ -9,7 +9,7 @@ import torch
 
 import fxshard
 from fxshard import Schedule
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 from fxshard.ir.verify import verify
 from tests.capture.compare import Framed, batches
 from tests.ir.test_corruptions import MODELS, traced

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard import passes
 from fxshard.ir import Schedule, ops
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 from fxshard.ir.verify import verify
 from tests.capture.compare import WIDTH, Block, Framed, batches
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fxshard
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 from fxshard.ir.text import events
 from tests.capture.compare import Framed, batches
 from tests.passes.golden import after, golden

@@ -7,7 +7,7 @@ import torch
 
 import fxshard
 from examples.models import GPT, GPTConfig
-from fxshard.ir.schedule import info
+from fxshard.ir.nodes import info
 from fxshard.runtime import VirtualWorld
 from fxshard.runtime import executor as executors
 from fxshard.runtime.streams import QUEUES, RecordingStreams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fxshard
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.nodes import bytes_text
 from fxshard.viz.lanes import short_names
 from fxshard.viz.timeline import lay_out
 from tests.capture.compare import Framed, batches

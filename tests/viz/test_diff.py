@@ -13,7 +13,7 @@ import pytest
 
 import fxshard
 from fxshard.ir import Schedule, ops
-from fxshard.ir.schedule import bytes_text, info
+from fxshard.ir.nodes import bytes_text, info
 from fxshard.viz import render_diff
 from fxshard.viz.diff import compared, draw_diff
 from fxshard.viz.lanes import TITLES

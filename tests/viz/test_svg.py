@@ -16,7 +16,7 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from fxshard.ir import ops
-from fxshard.ir.schedule import bytes_text
+from fxshard.ir.nodes import bytes_text
 from fxshard.viz import FORMATS, render
 from fxshard.viz.lanes import LANE_NOTES, TITLES, short_names
 from fxshard.viz.page import LEFT, MARGIN, ROWS, WIDEST
