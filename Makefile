@@ -21,11 +21,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
+# Two workers of one thread each: most of the time is spent in Python, and sums have one order.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: lint
-	$(BIN)/python -m pytest -m "not full"
+	$(PYTEST) -m "not full"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: style types
 

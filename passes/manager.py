@@ -75,7 +75,7 @@ def run(
                     print(f"after {p}: no change\n")
     except FxshardError as error:
         if original is not None:
-            error.add_note(f"  again   fxshard.passes.replay({_write(original, passes, position)!r})")
+            error.add_note(f"  again   fxshard verify {_write(original, passes, position)}")
         raise
 
 
@@ -144,17 +144,25 @@ def _described(p: Pass) -> str:
     return str(p) if BY_NAME.get(p.name) is type(p) else full_text(p)
 
 
+def is_reproducer(text: str) -> bool:
+    """Whether this is what `run` writes when a pass fails. Raises ValueError if it is not JSON."""
+    document = json.loads(text)
+    return isinstance(document, dict) and set(document) == {"schedule", "passes"}
+
+
 def replay(path: str) -> Schedule:
     """Run what `run` wrote when a pass failed: the same schedule, the same passes. Returns the schedule if none fails.
 
-    A pass that is not fxshard's own is imported by its module, which has to be importable here.
+    `fxshard verify FILE` does the same. A pass that is not fxshard's own is imported by its module, which has to be
+    importable here.
     """
     from fxshard.passes.text import parse
 
     with open(path, encoding="utf-8") as file:
-        document = json.load(file)
-    if not isinstance(document, dict) or set(document) != {"schedule", "passes"}:
+        text = file.read()
+    if not is_reproducer(text):
         raise ValueError(f"{path} is no reproducer: it was not written for a pass that failed")
+    document = json.loads(text)
     schedule = Schedule.from_json(json.dumps(document["schedule"]))
     run([parse(text) for text in document["passes"]], schedule, reproducer=False)
     return schedule

@@ -53,7 +53,6 @@ def test_an_unknown_option_lists_the_allowed_and_suggests(entry):
         ({"timeout_s": -1}, ValueError, r"timeout_s=-1"),
         ({"timeout_s": "long"}, (TypeError, ValueError), r"timeout_s='long'"),
     ],
-    ids=str,
 )
 def test_wrong_values(options, error, text):
     model = Framed()

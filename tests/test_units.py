@@ -211,7 +211,6 @@ def test_a_wrong_number_of_bytes_is_refused(num_bytes):
         (nn.Dropout, ValueError, "no parameter belongs to drop alone"),
         ([], ValueError, r"units=\[\]: it names no module"),
     ],
-    ids=str,
 )
 def test_errors_list_what_there_is(units, error, text):
     model = Framed()

@@ -16,7 +16,8 @@ def formats() -> dict[str, str]:
 
 
 def _name(suffix: str) -> str:
-    return suffix.split(".")[1]
+    """`svg`, `dag.svg`, and `perfetto` of `.perfetto.json`."""
+    return suffix.removeprefix(".").removesuffix(".json")
 
 
 def choose(asked: str | None, path: str | None) -> str:

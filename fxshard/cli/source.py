@@ -15,6 +15,7 @@ import fxshard.passes
 from fxshard.cli.model import build
 from fxshard.cli.syntax import UsageError, assignment, call, first_line, load
 from fxshard.passes import Pass
+from fxshard.passes.manager import is_reproducer, replay
 
 TARGET = """MODULE:FACTORY (a function that returns an nn.Module, or that and example inputs); hf:CONFIG{option=value}, \
 hf:NAME or the path of a config.json (transformers); or FILE.json, a saved schedule"""
@@ -114,8 +115,10 @@ def _saved(path: str, settings: Settings) -> fxshard.Schedule:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     try:
+        if is_reproducer(text):
+            return replay(path)
         return fxshard.Schedule.from_json(text)
-    except fxshard.ScheduleError:
+    except fxshard.FxshardError:
         raise
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(

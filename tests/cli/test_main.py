@@ -97,7 +97,7 @@ def test_only_debug_shows_a_traceback(capsys):
 
 
 def test_an_error_of_nobodys_is_named_by_its_class(capsys, monkeypatch):
-    def fail(schedule: fxshard.Schedule, path: str) -> None:
+    def fail(schedule: fxshard.Schedule, path: str, every_unit: bool) -> None:
         raise ZeroDivisionError("while drawing\nmore")
 
     monkeypatch.setattr(fxshard.Schedule, "renderer", staticmethod(fail))

@@ -1,4 +1,4 @@
-"""Random edits through the API: what the moves allow, the verifier allows, and no trained bit changes."""
+"""Random edits through the API: what moves and merges allow, the verifier allows, and no trained bit changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import passes
-from fxshard.ir import Schedule, ops
+from fxshard.ir import Phase, Schedule, ops
 from fxshard.ir.nodes import info
 from fxshard.ir.verify import verify
 from tests.capture.compare import WIDTH, Block, Framed, batches
@@ -93,11 +93,19 @@ def trained(name: str) -> Trained:
     return TRAINED[name]
 
 
-def edit(schedule: Schedule, moves: list[tuple[bool, bool, float, int]]) -> int:
-    """Try moves, each (backward or forward, communication or operator, which, how far); returns how many were made."""
+Edit = tuple[bool, str, float, int]
+"""Backward or forward; `communication` or `operator` to move, or `merge`; which, and how far."""
+
+
+def edit(schedule: Schedule, edits: list[Edit]) -> int:
+    """Try moves and merges of gathers; returns how many were made."""
     made = 0
-    for in_backward, communication, which, distance in moves:
+    for in_backward, what, which, distance in edits:
         phase = schedule.phases[in_backward]
+        if what == "merge":
+            made += merged(phase, which, distance)
+            continue
+        communication = what == "communication"
         nodes = [n for n in phase.graph.nodes if n.op == "call_function"]
         pool = [n for n in nodes if (info(n).kind in ops.LABELS) == communication]
         node = pool[int(which * (len(pool) - 1))]
@@ -110,20 +118,30 @@ def edit(schedule: Schedule, moves: list[tuple[bool, bool, float, int]]) -> int:
     return made
 
 
-MOVES = st.lists(
-    st.tuples(st.booleans(), st.sampled_from([True, True, False]), st.floats(0, 1), st.integers(-40, 40)),
-    min_size=1,
-    max_size=25,
-)
+def merged(phase: Phase, which: float, distance: int) -> bool:
+    """Try to make one bucket of some gathers that follow each other."""
+    gathers = phase.all_gathers
+    first = int(which * max(len(gathers) - 1, 0))
+    some = gathers[first : first + 2 + distance % 2]
+    before = [(n.name, n.args) for n in phase.graph.nodes]
+    try:
+        return len(some) > 1 and phase.merge_gathers(some) not in gathers
+    except fxshard.ScheduleError:
+        assert [(n.name, n.args) for n in phase.graph.nodes] == before, "a refused merge leaves everything as it was"
+        return False
+
+
+WHAT = st.sampled_from(["communication", "communication", "operator", "merge"])
+EDITS = st.lists(st.tuples(st.booleans(), WHAT, st.floats(0, 1), st.integers(-40, 40)), min_size=1, max_size=25)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(moves=MOVES)
-def test_what_moves_allow_is_valid_and_changes_no_bit(name, moves):
+@given(edits=EDITS)
+def test_what_edits_allow_is_valid_and_changes_no_bit(name, edits):
     case = trained(name)
     edited = case.first.copy(reorder=True)
-    made = edit(edited, moves)
+    made = edit(edited, edits)
     verify(edited)
     assert ("memory-planned" in edited.established) == (made == 0)
     case.model.schedule = edited
@@ -144,8 +162,9 @@ def test_the_edits_are_many_and_some_are_refused():
     tries, made = 0, 0
     for _ in range(20):
         edited = case.first.copy(reorder=True)
-        moves = [(draw(2) == 1, draw(3) > 0, draw(1000) / 1000, draw(81) - 40) for _ in range(25)]
-        tries, made = tries + 25, made + edit(edited, moves)
+        kinds = ("operator", "communication", "communication")
+        edits = [(draw(2) == 1, kinds[draw(3)], draw(1000) / 1000, draw(81) - 40) for _ in range(25)]
+        tries, made = tries + 25, made + edit(edited, edits)
     assert made > 80 and tries - made > 80, (tries, made)
 
 

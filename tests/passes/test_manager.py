@@ -8,7 +8,7 @@ import pytest
 
 import fxshard
 from examples.passes.keep_best_resident import KeepBestResident
-from fxshard import passes
+from fxshard import cli, passes
 from fxshard.ir.aliasing import storage_users
 from fxshard.options import Options
 from tests.capture.compare import Chain, Framed, batches
@@ -241,11 +241,11 @@ class FreeTooEarly(passes.Pass):
         schedule.forward.first_use(self.unit).prepend(schedule.forward.one("free", self.unit))
 
 
-def test_a_failing_pass_leaves_a_file_that_runs_it_again():
+def test_a_failing_pass_leaves_a_file_that_runs_it_again(capsys):
     with pytest.raises(fxshard.ScheduleError) as caught:
         fxshard.trace(Chain(), (batches(1)[0],), F=2, passes=lambda p: [*p[:5], FreeTooEarly("layers.2"), *p[5:]])
     (note,) = caught.value.__notes__
-    path = note.split("'")[1]
+    path = note.split()[-1]
     try:
         with pytest.raises(fxshard.ScheduleError) as again:
             passes.replay(path)
@@ -254,6 +254,8 @@ def test_a_failing_pass_leaves_a_file_that_runs_it_again():
             line for line in first if "after  " not in line
         ]
         assert "free-too-early{unit='layers.2'}, pass 6 of 6" in str(again.value)
+        assert note == f"  again   fxshard verify {path}" and cli.main(["verify", path]) == 1
+        assert "free-too-early{unit='layers.2'}, pass 6 of 6" in capsys.readouterr().err
     finally:
         os.remove(path)
 

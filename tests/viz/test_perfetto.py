@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -20,6 +21,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 Event = dict[str, Any]
 
 
+@functools.cache
 def parsed(name: str) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -96,11 +98,12 @@ def test_each_wait_for_a_collective_has_a_flow_with_both_ends(name: str) -> None
     targets = {e["bind_id"]: e for e in events(name, "X") if e.get("flow_in")}
     bound = [e for e in events(name, "X", "i", "C", "M") if "bind_id" in e]
     assert sources.keys() == targets.keys() and len(bound) == 2 * len(sources)
+    queues = threads(name)
     for flow, source in sources.items():
         target = targets[flow]
         assert source["ts"] + source["dur"] <= target["ts"]
         assert source["name"].split(" ", 1)[1] == target["name"].split(" ", 1)[1]
-        assert threads(name)[source["tid"]] == target["args"]["queue waited for"]
+        assert queues[source["tid"]] == target["args"]["queue waited for"]
     waited = [w for p in schedule.phases for w in p.waits if w.args[0].meta["fxshard"].kind in ops.COLLECTIVES]
     assert len(sources) == len(waited)
 
