@@ -99,7 +99,11 @@ def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool) -> None:
         try:
             verify(schedule)
         except ScheduleError as error:
-            raise ScheduleError(f"{error}\n  after   {place}; the schedule was valid before it") from error
+            done = schedule.history[-1].text.partition("{")[0] if schedule.history else ""
+            todo = f"fix {p.name}" + (f", or stop before it with stop_after={done!r}" if done else "")
+            raise ScheduleError(
+                f"{error}\n  after   {place}; the schedule was valid before it\n  to do   {todo}"
+            ) from error
         if promises := list(p.ensures(schedule)):
             raise PassError(f"{place}, does not keep its promise: {'; '.join(promises)}")
     missed = [f"{r.unit}: {r.text}" for r in remarks.items if r.kind == "missed"]

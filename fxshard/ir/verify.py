@@ -33,7 +33,7 @@ def verify(schedule: Schedule) -> None:
     for phase in schedule.phases:
         with phase.frozen():
             found = [(rule, node, text) for rule in RULES for node, text in rule(schedule, phase)]
-        problems += [_message(phase, rule, node, text) for rule, node, text in found]
+        problems += [_message(phase, *each) for each in dict.fromkeys(found)]
     if problems:
         more = len(problems) - SHOWN
         raise ScheduleError("\n".join(problems[:SHOWN]) + (f"\nand {more} problems more" if more > 0 else ""))
