@@ -261,25 +261,19 @@ def divided_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
 def padding_stays_outside(schedule: Schedule, phase: Phase) -> list[Problem]:
     """No gradient and no view reaches into padding or into another parameter's place."""
     problems = []
-    for node in [*phase.nodes("flatten_grads"), *phase.nodes("param_view")]:
-        flat = schedule.flats.get(info(node).flat or "")
-        if flat is None:
-            continue
-        ends = [offset + p.numel for offset, p in zip(flat.offsets, flat.parameters)]
-        starts = [*flat.offsets[1:], flat.padded_numel]
-        places = dict(zip(flat.fqns, zip(flat.offsets, ends, starts)))
-        if info(node).kind == "param_view":
-            _, fqn, offset, shape, stride = node.args
-            reach = 1 + sum((n - 1) * step for n, step in zip(shape, stride)) if 0 not in shape else 0  # type: ignore[arg-type, operator]
-            _, end, _ = places.get(str(fqn), (0, 0, 0))
-            if offset + reach > end:  # type: ignore[operator]
-                problems.append((node, f"{describe(node)} reaches to element {offset + reach}, its parameter to {end}"))  # type: ignore[operator]
-            continue
-        for fqn, end, following in zip(flat.fqns, ends, starts):
-            if end > following:
-                problems.append(
-                    (node, f"'{fqn}' reaches to element {end} of '{flat.name}', over what begins at {following}")
-                )
+    ends = {p.fqn: o + p.numel for f in schedule.flats.values() for p, o in zip(f.parameters, f.offsets)}
+    for view in phase.nodes("param_view"):
+        place: Any = view.args
+        _, fqn, offset, shape, stride = place
+        end = offset + (1 + sum((n - 1) * step for n, step in zip(shape, stride)) if 0 not in shape else 0)
+        if end > ends.get(str(fqn), 0):
+            problems.append((view, f"{describe(view)} reaches to element {end}, its parameter to {ends.get(str(fqn))}"))
+    for node in phase.nodes("flatten_grads"):
+        flat = schedule.flats[info(node).flat or ""]
+        for fqn, following in zip(flat.fqns, [*flat.offsets[1:], flat.padded_numel]):
+            if ends[fqn] > following:
+                text = f"'{fqn}' reaches to element {ends[fqn]} of '{flat.name}', over what begins at {following}"
+                problems.append((node, text))
         for p, gradient in zip(flat.parameters, node.args[0]):  # type: ignore[arg-type]
             value = gradient.meta.get("val") if isinstance(gradient, fx.Node) else None
             if isinstance(value, torch.Tensor) and tuple(map(hint, value.shape)) != p.shape:
@@ -301,8 +295,6 @@ def effects_as_captured(schedule: Schedule, phase: Phase) -> list[Problem]:
         what = "random" if is_random(node) else "a write"
         if node.name not in known:
             problems.append((node, f"{describe(node)} is {what} and was not there when {phase.name} was captured"))
-        elif node.name in seen:
-            problems.append((node, f"{describe(node)} runs twice"))
         seen.add(node.name)
     lost = [name for name in wanted if name not in seen]
     problems += [
