@@ -214,14 +214,27 @@ class _State:
         program = self.latest_program()
         if edited is program.schedule:
             return
-        if edited.flats != program.schedule.flats or edited.origin != program.schedule.origin:
-            raise ValueError("this schedule is of another model or call: edit `model.schedule.copy()`")
+        now = program.schedule
+        if edited.flats != now.flats or edited.origin != now.origin:
+            raise ValueError(
+                "this schedule is of another model, or of inputs of other shapes: edit `model.schedule.copy()`"
+            )
+        places = [f"W={s.W}, {s.num_batches} batches, {s.held_shards} shards held by a process" for s in (edited, now)]
+        if places[0] != places[1]:
+            raise ValueError(f"this schedule is for another world, {places[0]}; this model's is {places[1]}")
         if edited.runs:
-            raise ValueError("this schedule runs already, for another call: edit a copy of it")
+            raise ValueError("this schedule runs, or ran before it was replaced: give back a copy of it")
+        if edited.direct_exchange != now.direct_exchange:  # as `trace` made it: the memory is another, the order is not
+            edited.direct_exchange = now.direct_exchange
+            edited.unplan()
         if "memory-planned" not in edited.established:
             passes.run([passes.PlanMemory()], edited, reproducer=False)
+        if missing := [word for word in passes.NEEDED if word not in edited.established]:
+            raise ValueError(f"this schedule lacks what it needs to run: {', '.join(missing)}")
         verify(edited)
-        self.agree(edited)
+        if edited.skeleton() != now.skeleton():
+            self.skeletons.discard("\n".join(edited.skeleton()))  # agreed on before, and not what the others run now
+            self.agree(edited)
         edited.runs, edited.agreed = True, tuple(edited.skeleton())
         self.captured[self.captured.index(program.schedule)] = edited
         program.replace(edited)

@@ -26,7 +26,11 @@ class ForwardOverlap(Pass):
     provides: ClassVar[tuple[str, ...]] = ("forward-overlap",)
 
     depth: int = 1
-    """How many units ahead."""
+    """How many AllGathers ahead."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 0:
+            raise ValueError(f"depth={self.depth!r}: a number of AllGathers ahead was expected, 0 (off), 1, 2, ...")
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         if self.depth:

@@ -50,8 +50,8 @@ def run(
     """Run `passes` on `schedule` in place; records and remarks are appended to it.
 
     verify_each: verify after each pass; if not, once, after the last. print_after: print the schedule after each pass, or
-    after those named, if it changed it. reproducer: when a pass fails, or breaks the schedule, write what it was given and
-    its text to a file that `replay` runs again; the error names the file.
+    after those named, if it changed it. reproducer: when a pass fails, or breaks the schedule, write the schedule as it
+    was given to `run` and the passes up to that one to a file that `replay` runs again; the error names the file.
 
     Raises PassError if a pass fails or breaks its own promise, ScheduleError if it leaves an invalid schedule or asks for
     what is not allowed (an illegal move, a limit that cannot be kept); each names the pass and its place.
@@ -62,33 +62,38 @@ def run(
         for position, p in enumerate(passes, 1):
             place = f"{p}, pass {position} of {len(passes)}"
             planned = any("memory-planned" in q.provides for q in passes[:position])
-            _run_one(p, schedule, place, verify_each or position == len(passes))
+            _run_one(p, schedule, place, verify_each or position == len(passes), verify_each)
             if planned and "memory-planned" not in schedule.established:
                 raise PassError(
                     f"{place}, moved operations after plan-memory, whose plan does not hold now: put it before"
                 )
             if print_after is True or (print_after and p.name in print_after):
-                record = schedule.history[-1]
-                if record.added or record.removed or record.moved:
+                lines = [record.lines for record in schedule.history[-2:]]
+                if len(lines) < 2 or _body(lines[0]) != _body(lines[1]):
                     print(f"after {p}\n{schedule}\n")
                 else:
                     print(f"after {p}: no change\n")
     except FxshardError as error:
         if original is not None:
-            error.add_note(f"  again   fxshard verify {_write(original, passes, position)}")
+            error.add_note(f"  again   {_again(original, passes[:position])}")
         raise
 
 
-def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool) -> None:
+def _body(lines: Sequence[str]) -> list[str]:
+    """A schedule's lines without those that name the passes."""
+    return [line for line in lines if not line.startswith("#")]
+
+
+def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool, each: bool) -> None:
     remarks = Remarks(p.name)
-    before = _nodes(schedule)
-    moves = _moves(schedule)
+    before = _moves(schedule)
     schedule.editor = p.name
     started = time.perf_counter()
     try:
         p.apply(schedule, remarks)
     except FxshardError as error:
-        raise type(error)(f"{error}\n  in      {place}") from error
+        kind = type(error) if type(error) in (ScheduleError, PassError) else PassError
+        raise kind(f"{error}\n  in      {place}") from error
     except Exception as error:
         raise PassError(f"{place}, failed: {type(error).__name__}: {error}") from error
     finally:
@@ -99,47 +104,55 @@ def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool) -> None:
         try:
             verify(schedule)
         except ScheduleError as error:
+            if not each:
+                text = f"{error}\n  after   all passes, the last is {p.name}; verify_each=True tells which one broke it"
+                raise ScheduleError(text) from error
             done = schedule.history[-1].text.partition("{")[0] if schedule.history else ""
             todo = f"fix {p.name}" + (f", or stop before it with stop_after={done!r}" if done else "")
             raise ScheduleError(
                 f"{error}\n  after   {place}; the schedule was valid before it\n  to do   {todo}"
             ) from error
-        if promises := list(p.ensures(schedule)):
-            raise PassError(f"{place}, does not keep its promise: {'; '.join(promises)}")
+        except Exception as error:
+            raise PassError(f"{place}, left what is no schedule: {type(error).__name__}: {error}") from error
+    if promises := list(p.ensures(schedule)):
+        raise PassError(f"{place}, does not keep its promise: {'; '.join(promises)}")
     missed = [f"{r.unit}: {r.text}" for r in remarks.items if r.kind == "missed"]
     if p.strict and missed:
         raise PassError(f"{place}, is strict and missed {len(missed)}: {'; '.join(missed)}")
-    after = _nodes(schedule)
+    after = _moves(schedule)
     record = PassRecord(
         str(p),
         seconds,
-        added=len(after - before),
-        removed=len(before - after),
-        moved=_moves(schedule) - moves,
+        added=len(after.keys() - before.keys()),
+        removed=len(before.keys() - after.keys()),
+        moved=sum(moves - before.get(node, 0) for node, moves in after.items()),
         lines=tuple(schedule.text().splitlines()),
     )
     schedule.history.append(record)
     schedule.remarks += remarks.items
 
 
-def _nodes(schedule: Schedule) -> set[fx.Node]:
-    return {n for phase in schedule.phases for n in phase.graph.nodes}
-
-
-def _moves(schedule: Schedule) -> int:
-    return sum(len(info(n).moved_by) for phase in schedule.phases for n in phase.graph.nodes)
+def _moves(schedule: Schedule) -> dict[fx.Node, int]:
+    """How often each node was moved so far."""
+    return {n: len(info(n).moved_by) for phase in schedule.phases for n in phase.graph.nodes}
 
 
 # -- reproducers
 
 
-def _write(original: Schedule, passes: Sequence[Pass], position: int) -> str:
-    """A file with the captured schedule and the passes up to the one that failed."""
-    described = {"schedule": json.loads(original.to_json()), "passes": [_described(p) for p in passes[:position]]}
-    handle, path = tempfile.mkstemp(prefix=f"fxshard-{passes[position - 1].name}-", suffix=".json")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(described, file)
-    return path
+def _again(original: Schedule, passes: Sequence[Pass]) -> str:
+    """How to run the failing pass again: from a file with the schedule as it was given to `run`, and the passes up to it."""
+    here = [p.name for p in passes if type(p).__module__ == "__main__" or "<locals>" in type(p).__qualname__]
+    if here:
+        return f"put {', '.join(here)} into a module, and a file to run this again from is written"
+    try:
+        document = json.dumps({"schedule": json.loads(original.to_json()), "passes": [_described(p) for p in passes]})
+        handle, path = tempfile.mkstemp(prefix=f"fxshard-{passes[-1].name}-", suffix=".json")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(document)
+    except (ValueError, OSError) as error:
+        return f"no file to run this again from could be written: {error}"
+    return f"fxshard verify {path}"
 
 
 def _described(p: Pass) -> str:
@@ -207,7 +220,8 @@ def bisect(passes: Sequence[Pass], schedule: Schedule, check: Callable[[Schedule
     given a complete schedule, and fails by raising or by returning False.
 
     Passes that a schedule cannot run without (those that provide a word of `fxshard.passes.NEEDED`) always run; of the
-    others the first k do. A pass that itself fails, or breaks the schedule, counts as failing.
+    others the first k do. A pass that itself fails, or breaks the schedule, counts as failing. The search halves, and so
+    trusts that a check that fails goes on failing with more passes, or more moves.
     """
     from fxshard.passes import NEEDED
 

@@ -21,7 +21,8 @@ def prefetch(phase: Phase, depth: int, remarks: Remarks, by: str) -> None:
     for flat in phase.flats_in_use_order():
         gather, full = phase.one("all_gather", flat), phase.full(flat)
         if gather is None or full is None:
-            remarks.missed(flat, "still gathered from forward" if phase.name == "backward" else "held whole")
+            whole = phase.flats[flat].F == 1 or phase.name != "backward"
+            remarks.missed(flat, "held whole" if whole else "still gathered from forward")
             continue
         at_start = len(waits) < depth
         anchor = start if at_start else waits[-depth]

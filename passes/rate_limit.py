@@ -39,6 +39,11 @@ class RateLimit(Pass):
     limit_bytes: int | None = None
     """Bytes of gathered buffers in flight; None = no bound."""
 
+    def __post_init__(self) -> None:
+        for name, value in (("limit", self.limit), ("limit_bytes", self.limit_bytes)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: a positive number or None (no limit) was expected")
+
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         for phase in schedule.phases:
             self._limit_gathers(schedule, phase, remarks)

@@ -13,7 +13,7 @@ from typing import TextIO
 from fxshard import __version__
 from fxshard.cli import diff, doctor, passes, show, verify
 from fxshard.cli.syntax import Parser, UsageError
-from fxshard.errors import FxshardError, ScheduleError
+from fxshard.errors import FxshardError, PassError, ScheduleError
 
 __all__ = ["main"]
 
@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         print(f"fxshard: error: {_message(error)}", file=sys.stderr)
-        return FINDING if isinstance(error, ScheduleError) else USAGE
+        return FINDING if isinstance(error, (ScheduleError, PassError)) else USAGE
 
 
 def _warn(

@@ -32,7 +32,7 @@ class Task:
     phase: str
     queue: str
     unit: str
-    """Of operators, the unit whose parameters they read; '' for a communication node."""
+    """Of operators, the unit whose code they are; '' for a communication node."""
     nodes: tuple[fx.Node, ...]
     start: float
     end: float

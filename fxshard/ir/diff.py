@@ -99,7 +99,34 @@ def diff(a: Schedule, b: Schedule) -> ScheduleDiff:
         for line in difflib.ndiff([*header(a), memory_line(a)], [*header(b), memory_line(b)])
         if line[0] in "-+"
     ]
+    settings += [line for name in names for line in _operators_differ(name, a, b)]
+    plain = ("rate_limit", "rate_limit_bytes", "num_batches", "held_shards", "direct_exchange")
+    for field in plain:
+        if getattr(a, field) != getattr(b, field):
+            settings += [f"- {field}={getattr(a, field)}", f"+ {field}={getattr(b, field)}"]
     return ScheduleDiff(a, b, tuple(changes), tuple(settings))
+
+
+def _operators_differ(name: str, a: Schedule, b: Schedule) -> list[str]:
+    """Two lines where a phase does not run the same operators of the model on the same shapes, whatever their order."""
+    told = [
+        [row.note.partition(" = ")[2] for p in s.phases if p.name == name for row in phase_rows(p, "all")]
+        for s in (a, b)
+    ]
+    counts = [Counter(_shapes(note) for note in notes if note) for notes in told]
+    if counts[0] == counts[1]:
+        return []
+    only = [sorted((one - other).elements()) for one, other in (counts, reversed(counts))]
+    return [
+        f"{mark} {name}: {sum(count.values())} operators" + (f", among them {', '.join(own[:3])}" if own else "")
+        for mark, count, own in zip("-+", counts, only)
+    ]
+
+
+def _shapes(note: str) -> str:
+    """`mm.default float32[8, 64]` of `mm.default(view, t) float32[8, 64]  model.py:41`."""
+    function, _, rest = note.partition("(")
+    return f"{function} {rest.partition(')')[2].partition('  ')[0].strip()}".strip()
 
 
 def _key(row: Row) -> tuple[str, ...]:

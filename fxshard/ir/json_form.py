@@ -1,5 +1,6 @@
 """The lossless form of a schedule: JSON that reads back as the same schedule, to be verified, drawn, compared and edited
-without the model. Constants of the model and the seconds passes took are not in it.
+without the model. Constants of the model, `schedule.costs` and the seconds passes took are not in it. To read a schedule
+imports the modules whose functions its operators are: read none that you would not run.
 
 A size that was symbolic when captured is written with its expression and reads back as the size it had; written again it
 has its expression again. An operator is named as torch names it, and has to be registered where the schedule is read.
@@ -66,8 +67,15 @@ def schedule_from_json(text: str) -> Schedule:
         raise ValueError(f"not a schedule: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"not a schedule: its format is not {FORMAT!r}")
-    if document["version"] != VERSION:
-        raise ValueError(f"a schedule of version {document['version']}; this fxshard reads version {VERSION}")
+    if document.get("version") != VERSION:
+        raise ValueError(f"a schedule of version {document.get('version')}; this fxshard reads version {VERSION}")
+    try:
+        return _schedule_in(document)
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration, RuntimeError) as error:
+        raise ValueError(f"not a whole schedule: {type(error).__name__}: {error}") from error
+
+
+def _schedule_in(document: Mapping[str, Any]) -> Schedule:
     flats = {flat.name: flat for flat in map(_flat_in, document["flats"])}
     phases: list[Phase] = []
     nodes: dict[str, fx.Node] = {}
@@ -87,7 +95,10 @@ def schedule_from_json(text: str) -> Schedule:
         agreed=None if document["agreed"] is None else tuple(document["agreed"]),
         resident=set(document["resident"]),
         established=set(document["established"]),
-        origin={name: Origin(tuple(o["effects"]), tuple(o["results"])) for name, o in document["origin"].items()},
+        origin={
+            name: Origin(tuple(o["effects"]), tuple(o["results"]), o["operators"])
+            for name, o in document["origin"].items()
+        },
     )
 
 

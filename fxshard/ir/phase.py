@@ -163,7 +163,7 @@ class Phase:
         tied = {other for member in group for other in (member.all_input_nodes if earlier else member.users)}
         if info(node).kind == "free":
             tied |= set(storage_users(node.args[0]))  # type: ignore[arg-type]
-        between = _between(anchor, group[0]) if earlier else _between(node.next, anchor)
+        between = _between(anchor, node) if earlier else _between(node.next, anchor)
         for other in reversed(between) if earlier else between:
             if other not in group and (other in tied or self._conflict(node, other)):
                 return other
@@ -212,34 +212,44 @@ class Phase:
         dependency, reorder what ranks agreed on, or exceed a rate limit that holds already; nothing has moved then. A
         memory plan does not survive a move. `by`: who moves it, the pass that runs unless told.
         """
-        return self._move(node, anchor, f"before {describe(anchor)}", by)
+        return self._move(node, anchor, f"before {_named(anchor)}", by)
 
     def move_after(self, node: fx.Node, anchor: fx.Node, by: str | None = None) -> bool:
         """Put `node`, with what goes with it, right after `anchor`; else as `move_before`."""
-        return node is not anchor and self._move(node, anchor.next, f"after {describe(anchor)}", by)
+        following = anchor.next if isinstance(anchor, fx.Node) else anchor
+        return node is not anchor and self._move(node, following, f"after {_named(anchor)}", by)
 
     def _move(self, node: fx.Node, anchor: fx.Node, place: str, by: str | None) -> bool:
+        for given in (node, anchor):
+            if not isinstance(given, fx.Node) or given.graph is not self.graph or given.op == "root":
+                raise ScheduleError(f"{place}: {given!r} is no node of phase '{self.name}' that something can stand by")
         group = self._travelling(node)
         if group[-1].next is anchor or anchor in group:
             return False
         self._check_open()
         if (pin := self.blocker(node, anchor)) is not None:
             raise ScheduleError(f"{describe(node)} may not move {place}: {describe(pin)} pins it")
-        if self.schedule is not None and self.schedule.on_move is not None:
-            self.schedule.on_move(node, anchor)
         back = [(member, member.next) for member in reversed(group)]
         for member in group:
             anchor.prepend(member)
-        if (problem := self._exceeds()) is not None:
+        try:
+            if (problem := self._exceeds()) is not None:
+                raise ScheduleError(f"{describe(node)} may not move {place}: {problem}")
+            if self.schedule is not None and self.schedule.on_move is not None:
+                self.schedule.on_move(node, anchor)
+        except BaseException:
             for member, following in back:
                 following.prepend(member)
-            raise ScheduleError(f"{describe(node)} may not move {place}: {problem}")
+            raise
         for member in group:
             if (found := member.meta.get(INFO)) is not None and found.kind != "param_view":
                 found.moved_by += (by or (self.schedule.editor if self.schedule is not None else "user"),)
-        if self.schedule is not None:
-            self.schedule.established.discard("memory-planned")
+        self._unplan()
         return True
+
+    def _unplan(self) -> None:
+        if self.schedule is not None and "memory-planned" in self.schedule.established:
+            self.schedule.unplan()
 
     def _check_open(self) -> None:
         if self.schedule is not None and self.schedule.runs:
@@ -283,7 +293,7 @@ class Phase:
             for gather in others:
                 if self.schedule.on_move is not None:
                     self.schedule.on_move(gather, first)
-            self.schedule.established.discard("memory-planned")
+        self._unplan()
         by = by or (self.schedule.editor if self.schedule is not None else "user")
         shards = {flat: shard for g in gathers for flat, shard in zip(info(g).flats, _shards(g), strict=True)}
         members = [flat for flat in self.flats.values() if flat.name in shards]
@@ -355,6 +365,10 @@ class Phase:
 
 
 _FIXED = ("placeholder", "get_attr", "output")
+
+
+def _named(node: Any) -> str:
+    return describe(node) if isinstance(node, fx.Node) else repr(node)
 
 
 def _between(start: fx.Node, end: fx.Node) -> list[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -59,17 +60,37 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a phase had to do when it was captured: the verifier compares. Nodes by name."""
+    """What a phase had to do when it was captured: the verifier compares. Nodes by name.
+
+    A pass that is meant to change the model's operators says so: `schedule.origin[phase.name] = Origin.of(phase)`.
+    """
 
     effects: tuple[str, ...]
     """Random operators and writes, in their order."""
     results: tuple[str | None, ...]
     """What the phase returns, by position; None where that is no node."""
+    operators: dict[str, int]
+    """A number for what each operator of the model is and reads."""
 
     @staticmethod
     def of(phase: Phase) -> Origin:
         effects = [n.name for n in phase.graph.nodes if has_effect(n)]
-        return Origin(tuple(effects), tuple(r.name if isinstance(r, fx.Node) else None for r in phase.results))
+        results = tuple(r.name if isinstance(r, fx.Node) else None for r in phase.results)
+        return Origin(tuple(effects), results, {node.name: mark for node, mark in operator_marks(phase).items()})
+
+
+def operator_marks(phase: Phase) -> dict[fx.Node, int]:
+    """For each operator of the model a number made of its function and its arguments, a parameter by its own name."""
+
+    def known(n: fx.Node) -> str:
+        return f"%{info(n).fqn}" if info(n).kind in ("parameter", "param_view") else f"%{n.name}"
+
+    marks = {}
+    for node in phase.graph.nodes:
+        if node.op == "call_function" and info(node).kind == "compute":
+            given = torch.fx.node.map_arg((node.args, node.kwargs), known)
+            marks[node] = zlib.crc32(f"{node.target}{given}".encode())
+    return marks
 
 
 @dataclass
@@ -164,6 +185,14 @@ class Schedule:
         """Whether the rate limit counts this FlatParameter: residents are not, nor is the root in a forward-only schedule."""
         kept = "residents-kept" in self.established and self.backward is None and self.flats[flat].is_root
         return not kept and flat not in self.resident
+
+    def unplan(self) -> None:
+        """Forget the memory plan: the order has changed, or will."""
+        self.established.discard("memory-planned")
+        self.memory = MemoryPlan(saved_weight_bytes=self.memory.saved_weight_bytes)
+        for phase in self.phases:
+            for node in phase.graph.nodes:
+                node.meta.pop("slot", None)
 
     def copy(self, reorder: bool = False) -> Schedule:
         """A schedule of its own to edit. `reorder=True` allows moves that change the order of collectives: all ranks then

@@ -82,6 +82,8 @@ def header(schedule: Schedule) -> list[str]:
 
 def memory_line(schedule: Schedule) -> str:
     memory = schedule.memory
+    if "memory-planned" not in schedule.established:
+        return "memory  not planned"
     return (
         f"memory  arena {bytes_text(memory.arena_bytes)}  residents {bytes_text(memory.resident_bytes)}"
         f"  peak gathered {bytes_text(memory.peak_gathered_bytes)}"

@@ -16,9 +16,10 @@ from torch import fx
 from fxshard.errors import ScheduleError
 from fxshard.ir import ops
 from fxshard.ir.aliasing import alias_roots, has_effect, is_random, storage_users
+from fxshard.ir.layout import FlatParameter
 from fxshard.ir.nodes import Slot, describe, hint, info, user_line
 from fxshard.ir.phase import Phase
-from fxshard.ir.schedule import Schedule
+from fxshard.ir.schedule import Schedule, operator_marks
 
 Problem = tuple[fx.Node, str]
 """The node that breaks a rule, and how."""
@@ -28,18 +29,24 @@ SHOWN = 20
 
 
 def verify(schedule: Schedule) -> None:
-    """Check every rule that the passes so far have made meaningful; raise ScheduleError listing all that is broken."""
-    problems = []
+    """Check every rule that applies; raise ScheduleError listing what is broken, the first twenty problems in full."""
+    problems: list[tuple[Phase, Rule, fx.Node, str]] = []
     for phase in schedule.phases:
         with phase.frozen():
-            found = [(rule, node, text) for rule in RULES for node, text in rule(schedule, phase)]
-        problems += [_message(phase, *each) for each in dict.fromkeys(found)]
+            found = [(rule, node, text) for rule in applying(schedule) for node, text in rule(schedule, phase)]
+        problems += [(phase, *each) for each in dict.fromkeys(found)]
     if problems:
         more = len(problems) - SHOWN
-        raise ScheduleError("\n".join(problems[:SHOWN]) + (f"\nand {more} problems more" if more > 0 else ""))
+        told = "\n".join(_message(*each) for each in problems[:SHOWN])
+        raise ScheduleError(told + (f"\nand {more} problems more" if more > 0 else ""))
 
 
-def _message(phase: Phase, rule: Rule, node: fx.Node, text: str) -> str:
+def applying(schedule: Schedule) -> list[Rule]:
+    """The rules that what the passes have established so far makes meaningful."""
+    return [rule for rule in RULES if NEEDS.get(rule) is None or NEEDS[rule] in schedule.established]
+
+
+def _message(phase: Phase, rule: Callable[..., object], node: fx.Node, text: str) -> str:
     """The rule, what broke it, where that is in the user's code, who put it there, and the schedule around it."""
     from fxshard.ir.text import around
 
@@ -92,6 +99,8 @@ def reads_its_own_flat_parameter(schedule: Schedule, phase: Phase) -> list[Probl
     problems = []
     for node in phase.graph.nodes:
         found = info(node)
+        if found.kind in ops.KINDS.values() and ops.KINDS.get(node.target) != found.kind:
+            problems.append((node, f"{describe(node)} is stamped '{found.kind}' and is a call of {node.target}"))
         if found.kind not in ops.LABELS or found.kind in ("throttle", "presence") or found.flat is None:
             continue
         named, sources = node.args[1], node.args[0] if found.members else (node.args[0],)
@@ -100,6 +109,10 @@ def reads_its_own_flat_parameter(schedule: Schedule, phase: Phase) -> list[Probl
         for source, flat in zip(sources, found.flats):
             if isinstance(source, fx.Node) and flat not in info(source).flats:
                 problems.append((node, f"{describe(node)} reads {describe(source)}, of '{info(source).flat}'"))
+            layout = schedule.flats.get(flat)
+            cast = layout is not None and layout.param_dtype != layout.dtype
+            if found.kind == "all_gather" and cast and isinstance(source, fx.Node) and info(source).kind == "shard":
+                problems.append((node, f"{describe(node)} gathers '{flat}' without its CAST"))
     return problems
 
 
@@ -117,12 +130,23 @@ def on_its_queue_and_group(schedule: Schedule, phase: Phase) -> list[Problem]:
                 problems.append(
                     (node, f"{describe(node)} is a collective of the {ops.GROUPS[kind]}, which is one rank")
                 )
-    for node in phase.nodes("wait"):
-        if info(node).queue not in ("compute", "replicate"):
-            problems.append(
-                (node, f"{describe(node)} waits on queue '{info(node).queue}', not on compute or replicate")
-            )
+    for node in phase.graph.nodes:
+        kind, queue = info(node).kind, info(node).queue
+        if node.op == "call_function" and kind not in ops.COLLECTIVES and queue != (wanted := _queue(node)):
+            problems.append((node, f"{describe(node)} is on queue '{queue}', not on '{wanted}'"))
     return problems
+
+
+def _queue(node: fx.Node) -> str:
+    """Where a node that is no collective runs: a WAIT on compute, unless an AllReduce goes on from it; a cast on compute
+    where it is the whole unshard."""
+    kind = info(node).kind
+    if kind == "wait":
+        chained = any(info(user).kind == "all_reduce" for user in node.users)
+        return "replicate" if chained else "compute"
+    if kind == "cast_shard":
+        return "unshard" if any(info(user).kind == "all_gather" for user in node.users) else "compute"
+    return ops.QUEUES.get(kind, "compute")
 
 
 def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[Problem]:
@@ -132,6 +156,8 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
         layout = {p.fqn: (offset, p.shape, p.stride) for p, offset in zip(flat.parameters, flat.offsets)}
         for view in phase.views(flat.name):
             source, fqn, *place = view.args
+            if isinstance(source, fx.Node) and info(source).kind not in _held(flat):
+                problems.append((view, f"{describe(view)} reads {describe(source)}, which is not gathered"))
             if tuple(place) != layout.get(str(fqn)):
                 problems.append((view, f"{describe(view)} is at {tuple(place)}, not at {layout.get(str(fqn))}"))
             while isinstance(source, fx.Node) and source.op != "placeholder":
@@ -141,10 +167,20 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
                     source = dict(zip(info(source).members, sent)).get(info(reader).flat or "")
             if not isinstance(source, fx.Node) or info(source).flat != flat.name:
                 problems.append((view, f"{describe(view)} reads {source}, not what is gathered of '{flat.name}'"))
+        for node in phase.nodes("cast_shard", flat.name):
+            if node.args[2] != flat.param_dtype:
+                problems.append((node, f"{describe(node)} casts to {node.args[2]}, not to {flat.param_dtype}"))
         for node in phase.nodes("flatten_grads", flat.name):
             if node.args[2:4] != (flat.offsets, flat.padded_numel):
                 problems.append((node, f"{describe(node)} lays gradients at {node.args[2]}, not at {flat.offsets}"))
     return problems
+
+
+def _held(flat: FlatParameter) -> tuple[str, ...]:
+    """Kinds of what holds a FlatParameter whole."""
+    if flat.F > 1:
+        return ("wait", "resident")
+    return ("shard",) if flat.param_dtype == flat.dtype else ("cast_shard", "resident")
 
 
 def used_only_while_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
@@ -181,8 +217,6 @@ def nothing_leaves_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Every gathered buffer is freed in its phase, unless it is resident and this is forward."""
-    if "frees-inserted" not in schedule.established:
-        return []
     problems = []
     whole = [n for n in phase.nodes("cast_shard") if schedule.flats[info(n).flat or ""].F == 1]
     for node in [*phase.nodes("all_gather"), *whole]:
@@ -206,7 +240,7 @@ def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Each gradient enters one FLAT, one RS if F > 1, one AR if replicas > 1, one ACC, and leaves no other way."""
-    if "reduces-inserted" not in schedule.established or phase.name != "backward":
+    if phase.name != "backward":
         return []
     problems: list[Problem] = []
     entered: dict[str, int] = {}
@@ -231,8 +265,17 @@ def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
                     problems.append((found[0], f"{kind} of '{flat.name}' does not read what comes before it"))
                 value = next(iter(found[0].users), found[0])
         accumulated = phase.nodes("accumulate_grad", flat.name)
+        problems += [(n, text) for n in accumulated if (text := _wrong_flags(schedule, n, list(node.args[0])))]  # type: ignore[arg-type]
         if len(accumulated) != 1 or accumulated[0].args[0] is not value:
             problems.append((node, f"the reduced gradient of '{flat.name}' does not reach .grad exactly once"))
+    asked = [
+        n.meta["gradients"]
+        for n in phase.nodes("presence")
+        if n.args[0] == [g is not None for g in n.meta["gradients"]]
+    ]
+    if schedule.needs_presence != (len(asked) == 1) or len(phase.nodes("presence")) != len(asked):
+        text = "outputs reach different parameters" if schedule.needs_presence else "outputs reach the same parameters"
+        problems.append((phase.output, f"{text}, and {len(asked)} right ANY ask which gradients exist"))
     names = {id(g): fqn for fqn, g in schedule.gradients.items()}
     for position in schedule.parameter_outputs:
         result = phase.results[position]
@@ -246,8 +289,20 @@ def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
     return problems
 
 
+def _wrong_flags(schedule: Schedule, accumulate: fx.Node, gradients: list[object]) -> str:
+    """What is wrong with where ACC looks up which of its gradients exist on any rank; '' if nothing."""
+    if not schedule.needs_presence:
+        return ""
+    if len(accumulate.args) < 4:
+        return f"{describe(accumulate)} does not ask which gradients exist on any rank"
+    present: Any = accumulate.args[2]
+    start: Any = accumulate.args[3]
+    listed = present.args[0].meta["gradients"][start : start + len(gradients)]
+    return "" if listed == gradients else f"{describe(accumulate)} asks about other gradients than its own"
+
+
 def divided_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """FLAT divides a gradient by the number of ranks that bring a batch, and nothing else divides it."""
+    """FLAT divides a gradient by the number of ranks that bring a batch. That no operator does, too, is another rule's."""
     return [
         (
             node,
@@ -308,6 +363,26 @@ def effects_as_captured(schedule: Schedule, phase: Phase) -> list[Problem]:
     return problems
 
 
+def operators_as_captured(schedule: Schedule, phase: Phase) -> list[Problem]:
+    """The model's operators are those that were captured, each with its own inputs; only their order may be another."""
+    wanted = schedule.origin[phase.name].operators
+    there = operator_marks(phase)
+    problems: list[Problem] = []
+    for node, mark in there.items():
+        if (was := wanted.get(node.name)) is None:
+            problems.append((node, f"{describe(node)} was not there when {phase.name} was captured"))
+        elif was != mark:
+            problems.append(
+                (
+                    node,
+                    f"{describe(node)} is not what it was when {phase.name} was captured: other inputs, or another operator",
+                )
+            )
+    names = {node.name for node in there}
+    problems += [(phase.output, f"operator '{name}' of {phase.name} is lost") for name in wanted if name not in names]
+    return problems
+
+
 def results_as_captured(schedule: Schedule, phase: Phase) -> list[Problem]:
     """A phase returns what it was captured with: outputs, buffers' new values, saved values, gradients of inputs."""
     wanted, there = schedule.origin[phase.name].results, phase.results
@@ -339,6 +414,10 @@ def same_on_all_ranks(schedules: Sequence[Schedule]) -> None:
     Raises ScheduleError naming the first rank that differs from rank 0, the node, and what rank 0 issues there.
     """
     for rank, schedule in enumerate(schedules):
+        if len(schedule.phases) != len(schedules[0].phases):
+            raise ScheduleError(
+                f"same_on_all_ranks: rank {rank} has {len(schedule.phases)} phases, rank 0 another number"
+            )
         for phase in schedule.phases:
             wanted = [line for line in schedules[0].skeleton() if line.startswith(f"{phase.name} ")]
             for node, text in _first_difference(schedule, phase, wanted, "is issued on rank 0"):
@@ -364,8 +443,6 @@ def _first_difference(schedule: Schedule, phase: Phase, wanted: Sequence[str], s
 
 def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Gathered buffers in flight, residents not counted, never exceed the rate limit, in number or in bytes."""
-    if "rate-limited" not in schedule.established:
-        return []
     problems = []
     alive: dict[str, int] = {}
     for node in phase.graph.nodes:
@@ -388,8 +465,6 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 def streams_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     """A stream that runs as far ahead as the throttles before it let it keeps to the rate limit too."""
-    if "rate-limited" not in schedule.established:
-        return []
     problems = []
     position = {node: i for i, node in enumerate(phase.graph.nodes)}
     freed = {info(n).flat: position[n] for n in phase.nodes("free")}
@@ -412,7 +487,7 @@ def streams_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Gradient buffers filled, whose reduce has not ended on the compute queue, never exceed the rate limit."""
-    if "rate-limited" not in schedule.established or schedule.rate_limit is None:
+    if schedule.rate_limit is None:
         return []
     problems = []
     waiting: set[str] = set()
@@ -437,8 +512,6 @@ def _is_reduce(node: object) -> bool:
 
 def every_buffer_has_a_slot(schedule: Schedule, phase: Phase) -> list[Problem]:
     """What needs memory has a slot of at least its size, 16-byte aligned, inside the arena."""
-    if "memory-planned" not in schedule.established:
-        return []
     problems = []
     for node in phase.graph.nodes:
         size = _bytes_needed(schedule, node)
@@ -447,7 +520,9 @@ def every_buffer_has_a_slot(schedule: Schedule, phase: Phase) -> list[Problem]:
             problems.append((node, f"{describe(node)} needs {size} bytes and has no slot"))
         elif slot is not None and slot.num_bytes < size:
             problems.append((node, f"the slot of {describe(node)} has {slot.num_bytes} bytes, it needs {size}"))
-        if slot is not None and (slot.offset % 16 or slot.offset + slot.num_bytes > schedule.memory.arena_bytes):
+        if slot is not None and (
+            slot.offset % 16 or slot.offset < 0 or slot.offset + slot.num_bytes > schedule.memory.arena_bytes
+        ):
             where = f"{slot.offset} to {slot.offset + slot.num_bytes}"
             problems.append((node, f"the slot of {describe(node)}, {where}, is not aligned or not inside the arena"))
     return problems
@@ -485,14 +560,14 @@ class _Life:
     slot: Slot
     start: int
     end: int
+    queue: str
+    """Of the last that needs it: an event of another queue says nothing about it."""
 
 
 def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last use."""
-    if "memory-planned" not in schedule.established:
-        return []
     position = {node: i for i, node in enumerate(phase.graph.nodes)}
-    by_name = {node.name: i for node, i in position.items()}
+    by_name = {node.name: node for node in position}
     owners: list[tuple[int, int, _Life]] = []
     """Who had which bytes last, in pieces that do not overlap."""
     problems = []
@@ -500,9 +575,11 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
         slot: Slot | None = node.meta.get("slot")
         if slot is None or not slot.num_bytes:
             continue
-        life = _Life(node, slot, position[node], position[_needed_until(phase, node)])
+        last = _needed_until(phase, node)
+        life = _Life(node, slot, position[node], position[last], info(last).queue)
         begin, stop = slot.offset, slot.offset + slot.num_bytes
-        waited = max((by_name.get(name, -1) for name in slot.after), default=-1)
+        events = [n for name in slot.after if (n := by_name.get(name)) is not None]
+        waited = [(info(n).queue, position[n]) for n in events if info(n).kind in ops.LABELS and n < node]
         told: set[fx.Node] = set()
         kept = [(begin, stop, life)]
         for low, high, other in owners:
@@ -511,7 +588,7 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
                     problems.append(
                         (node, f"{describe(node)} is put over {describe(other.node)}, which is still needed")
                     )
-                elif other.end > waited and other.node not in told:
+                elif other.node not in told and not any(q == other.queue and at >= other.end for q, at in waited):
                     text = f"{describe(node)} reuses the slot of {describe(other.node)} without waiting for its end"
                     problems.append((node, text))
                 told.add(other.node)
@@ -534,7 +611,7 @@ def _needed_until(phase: Phase, node: fx.Node) -> fx.Node:
         return max([node, *node.users, *frees, *(u for f in frees for u in storage_users(f.args[0]))])  # type: ignore[arg-type]
     if kind == "cast_shard":
         users = list(storage_users(node))  # the first WAIT of a bucket's members ends the whole exchange
-        return max(users + [min(u.users, default=u) for u in users if info(u).kind == "all_gather"])
+        return max([node, *users] + [min(u.users, default=u) for u in users if info(u).kind == "all_gather"])
     chain, last = [node], node
     while chain:
         current = chain.pop()
@@ -548,12 +625,12 @@ def _needed_until(phase: Phase, node: fx.Node) -> fx.Node:
     return last
 
 
-Rule = Callable[..., object]
+Rule = Callable[[Schedule, Phase], list[Problem]]
 
 LIMITS = (within_the_limit, streams_within_the_limit, gradients_within_the_limit)
 """The rules of the rate limit."""
 
-RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
+RULES: tuple[Rule, ...] = (
     inputs_precede_uses,
     one_wait_for_each_issue,
     reads_its_own_flat_parameter,
@@ -565,6 +642,7 @@ RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
     reduced_exactly_once,
     divided_exactly_once,
     padding_stays_outside,
+    operators_as_captured,
     effects_as_captured,
     results_as_captured,
     order_is_agreed_on,
@@ -572,3 +650,12 @@ RULES: tuple[Callable[[Schedule, Phase], list[Problem]], ...] = (
     every_buffer_has_a_slot,
     slots_do_not_overlap,
 )
+
+NEEDS: dict[Rule, str] = {
+    freed_or_resident: "frees-inserted",
+    reduced_exactly_once: "reduces-inserted",
+    **dict.fromkeys(LIMITS, "rate-limited"),
+    every_buffer_has_a_slot: "memory-planned",
+    slots_do_not_overlap: "memory-planned",
+}
+"""What has to be established for a rule to apply; the others always do."""

@@ -11,6 +11,7 @@ from torch import fx, nn
 import fxshard
 from fxshard.ir import Schedule, ops, verify
 from fxshard.ir.aliasing import is_random, mutated_inputs
+from fxshard.ir.nodes import info
 from tests.capture.compare import WIDTH, Framed, batches
 
 Mutation = Callable[[Schedule], None]
@@ -415,6 +416,52 @@ def a_collective_left_out_after_ranks_agreed(s: Schedule) -> None:
     s.agreed = (*s.skeleton(), "backward RS layers.9 64")
 
 
+def an_operator_halved_by_hand(s: Schedule) -> None:
+    """A division where no rule about gradients looks: above the gradient."""
+    gradient = s.gradients["layers.1.linear.weight"]
+    source = gradient.args[0]
+    with s.backward.graph.inserting_before(gradient):
+        half = s.backward.graph.call_function(torch.ops.aten.div.Tensor, (source, 2))
+    gradient.replace_input_with(source, half)
+
+
+def an_operator_replaced(s: Schedule) -> None:
+    node = next(n for n in s.forward.graph.nodes if n.target is torch.ops.aten.addmm.default)
+    node.target = torch.ops.aten.baddbmm.default
+
+
+def a_gather_that_is_a_copy(s: Schedule) -> None:
+    only(s, "forward", "all_gather", "layers.1").target = torch.ops.aten.clone.default
+
+
+def a_wait_on_the_replicate_queue(s: Schedule) -> None:
+    only(s, "forward", "wait", "layers.1").meta["fxshard"].queue = "replicate"
+
+
+def a_free_on_the_unshard_queue(s: Schedule) -> None:
+    only(s, "forward", "free", "layers.1").meta["fxshard"].queue = "unshard"
+
+
+def a_view_of_the_shard(s: Schedule) -> None:
+    view = s.forward.views("layers.1")[0]
+    view.update_arg(0, only(s, "forward", "shard", "layers.1"))
+
+
+def no_cast_before_the_gather(s: Schedule) -> None:
+    gather = only(s, "forward", "all_gather", "layers.1")
+    gather.update_arg(0, only(s, "forward", "shard", "layers.1"))
+
+
+def a_slot_behind_an_event_of_another_queue(s: Schedule) -> None:
+    node = next(n for n in reversed(s.backward.graph.nodes) if n.meta.get("slot") and n.meta["slot"].after)
+    issued = [n for n in s.backward.graph.nodes if info(n).kind == "all_gather" and n < node]
+    node.meta["slot"] = dataclasses.replace(node.meta["slot"], after=(issued[-1].name,))
+
+
+def a_slot_before_the_arena(s: Schedule) -> None:
+    replace_slot(only(s, "forward", "all_gather", "layers.1"), offset=-64)
+
+
 MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("inputs_precede_uses", wait_before_its_gather, "layers.1", {}),
     ("inputs_precede_uses", flatten_before_its_gradients, "layers.1", {}),
@@ -476,6 +523,15 @@ MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("padding_stays_outside", a_view_into_the_padding, "layers.1", {}),
     ("padding_stays_outside", padding_in_the_gradient, "layers.1", {}),
     ("padding_stays_outside", pieces_that_overlap, "layers.1", {}),
+    ("operators_as_captured", an_operator_halved_by_hand, "div", {}),
+    ("operators_as_captured", an_operator_replaced, "baddbmm", {}),
+    ("reads_its_own_flat_parameter", a_gather_that_is_a_copy, "layers.1", {}),
+    ("reads_its_own_flat_parameter", no_cast_before_the_gather, "layers.1", {"mixed_precision": BF16}),
+    ("on_its_queue_and_group", a_wait_on_the_replicate_queue, "layers.1", {"W": 4}),
+    ("on_its_queue_and_group", a_free_on_the_unshard_queue, "layers.1", {}),
+    ("views_are_of_their_own_parameter", a_view_of_the_shard, "layers.1", {}),
+    ("every_buffer_has_a_slot", a_slot_before_the_arena, "layers.1", {}),
+    ("slots_do_not_overlap", a_slot_behind_an_event_of_another_queue, "", {}),
     ("effects_as_captured", random_operator_run_again_in_backward, "dropout", {"model": Random}),
     ("effects_as_captured", random_operators_swapped, "dropout", {"model": Random}),
     ("effects_as_captured", random_operator_lost, "dropout", {"model": Random}),
@@ -503,6 +559,41 @@ def test_a_mutant_is_refused_by_the_right_rule_naming_the_unit(rule, mutate, uni
     assert problems, f"refused, but not by {rule}:\n{caught.value}"
     assert any(unit in p for p in problems), str(caught.value)
     assert all(re.search(r"\n  where   (forward|backward), op \d+ ", p) for p in problems)
+
+
+class TwoHeads(Framed):
+    """Outputs that reach different parameters, so that ranks ask one another which gradients exist."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layers[0](self.embed(x))
+        return self.layers[1](x), self.head(x)
+
+
+def no_question(s: Schedule) -> None:
+    for node in s.backward.nodes("accumulate_grad"):
+        node.args = node.args[:2]
+    (ask,) = s.backward.nodes("presence")
+    for node in (*ask.users, ask):
+        s.backward.graph.erase_node(node)
+
+
+def no_gradient_exists(s: Schedule) -> None:
+    (ask,) = s.backward.nodes("presence")
+    ask.update_arg(0, [False] * len(ask.args[0]))
+
+
+def anothers_flags(s: Schedule) -> None:
+    node = only(s, "backward", "accumulate_grad", "layers.1")
+    node.update_arg(3, node.args[3] + 1)
+
+
+@pytest.mark.parametrize("mutate", [no_question, no_gradient_exists, anothers_flags])
+def test_what_ranks_ask_about_gradients_is_verified(mutate):
+    s = schedule(TwoHeads)
+    verify.verify(s)
+    mutate(s)
+    with pytest.raises(fxshard.ScheduleError, match="reduced_exactly_once"):
+        verify.verify(s)
 
 
 def test_every_rule_has_two_mutants():

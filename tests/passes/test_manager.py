@@ -150,9 +150,10 @@ def test_a_name_that_no_pass_has_lists_those_there_are(options):
 
 
 def test_print_after_prints_what_changed(capsys):
-    fxshard.trace(Chain(), (batches(1)[0],), F=2, print_after=["backward-prefetch", "plan-memory"])
+    fxshard.trace(Chain(), (batches(1)[0],), F=2, rate_limit=None, print_after=["backward-prefetch", "rate-limit"])
     printed = capsys.readouterr().out
-    assert printed == f"after backward-prefetch{{depth=1}}\n{after(5)}\n\nafter plan-memory: no change\n\n"
+    unchanged = "after rate-limit{limit=None, limit_bytes=None}: no change"
+    assert printed == f"after backward-prefetch{{depth=1}}\n{after(5)}\n\n{unchanged}\n\n"
 
 
 def test_each_record_holds_the_schedule_after_it():
