@@ -114,6 +114,10 @@ def _config(transformers: Any, text: str) -> Any:
         if made is None:
             there = [n for n in dir(transformers) if n.endswith("Config")]
             raise UsageError(f"transformers has no {name!r}{close(name, there)}")
+        standard = made()
+        for given in arguments or {}:
+            if not hasattr(standard, given):  # transformers takes any word and keeps it to itself
+                raise UsageError(f"{name} has no {given!r}{close(given, dir(standard))}")
         try:
             return made(**(arguments or {}))
         except Exception as error:

@@ -145,3 +145,9 @@ def test_a_file_of_something_else_is_refused(tmp_path, capsys):
         assert main(["show", str(path), "--F", "2"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"fxshard: error: '{path}' is not the configuration of a model of transformers: ")
+
+
+def test_a_misspelt_field_is_told(capsys):
+    assert main(["show", "hf:LlamaConfig{num_hidden_layer=2}", "--F", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "LlamaConfig has no 'num_hidden_layer'" in error and "num_hidden_layers" in error
