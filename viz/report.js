@@ -454,16 +454,25 @@
   const peakOf = (curve) => curve.points.reduce((most, point) => Math.max(most, point[1]), 0);
   const memoryY = (bytes) => picture.axis - (bytes / memoryScale().most) * (MEMORY - 8);
 
+  /** Of what happens at one time only a peak above both sides is drawn, as in the SVG. */
   function stepPath(curve) {
-    const path = new Path2D();
-    let before = null;
-    for (const [time, bytes] of curve.points) {
-      const x = toX(time), y = memoryY(bytes);
-      if (before === null) path.moveTo(x, y);
-      else { path.lineTo(x, before); path.lineTo(x, y); }
-      before = y;
+    const path = new Path2D(), points = curve.points;
+    let before = points[0][1];
+    path.moveTo(toX(points[0][0]), memoryY(before));
+    for (let i = 0; i < points.length;) {
+      const time = points[i][0], x = toX(time);
+      let most = 0, last = 0;
+      for (; i < points.length && points[i][0] === time; i += 1) {
+        last = points[i][1];
+        most = Math.max(most, last);
+      }
+      for (const bytes of most > Math.max(before, last) ? [most, last] : [last]) {
+        path.lineTo(x, memoryY(before));
+        path.lineTo(x, memoryY(bytes));
+        before = bytes;
+      }
     }
-    path.lineTo(toX(END), before);
+    path.lineTo(toX(END), memoryY(before));
     return path;
   }
 
