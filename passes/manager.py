@@ -125,7 +125,7 @@ def _run_one(p: Pass, schedule: Schedule, place: str, checked: bool, each: bool)
         seconds,
         added=len(after.keys() - before.keys()),
         removed=len(before.keys() - after.keys()),
-        moved=sum(moves - before.get(node, 0) for node, moves in after.items()),
+        moved=max(0, sum(after.values()) - sum(before.values())),  # what is erased takes its moves along
         lines=tuple(schedule.text().splitlines()),
     )
     schedule.history.append(record)

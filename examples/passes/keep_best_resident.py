@@ -6,8 +6,8 @@ Assumes  gathers-inserted, frees-inserted; it runs before prefetching, which the
 Gives    residents-kept, as keep-root-resident gives it, for units of at most `budget_bytes` together; those of
          keep-root-resident come on top.
 Keeps    Values bit for bit; the order of the gathers that are left.
-Costs    Peak memory: the kept units' gathered bytes, at most `budget_bytes`, through the whole step. What is in flight
-         beside them does not grow, unless the rate limit was holding gathers back, which then come up to the limit.
+Costs    Peak memory: the kept units' gathered bytes, at most `budget_bytes`, through the whole step. Beside them as many
+         units are in flight as before; without the kept ones between, two large ones may be in flight together.
 Source   ZeRO++'s hpZ and `reshard_after_forward` of torch.distributed.fsdp.fully_shard make this choice for the whole
          model, or by hand; the greedy choice by value per byte is Dantzig's for the knapsack problem.
 

@@ -150,7 +150,10 @@ def test_for_all_sizes(rows: list[int], F: int, share: float):
     added = schedule.memory.resident_bytes - default.memory.resident_bytes
     assert added <= budget
     assert gathered_bytes(schedule) == gathered_bytes(default) - added
-    assert schedule.memory.peak_gathered_bytes <= default.memory.peak_gathered_bytes + added
+    # Two in flight as before; with a kept one gone from between them they may be the two largest, each 16-byte aligned.
+    most = sorted((f.full_bytes for f in schedule.flats.values() if f.name not in schedule.resident), reverse=True)
+    in_flight = max(default.memory.peak_gathered_bytes - default.memory.resident_bytes, sum(most[:2]) + 32)
+    assert schedule.memory.peak_gathered_bytes <= schedule.memory.resident_bytes + in_flight
     order = [n for n in default.backward.flats_in_use_order() if n not in schedule.resident]
     assert [str(n.args[1]) for n in schedule.backward.all_gathers] == order
 
