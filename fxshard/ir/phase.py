@@ -260,7 +260,7 @@ class Phase:
 
     def _exceeds(self) -> str | None:
         """Which rate limit, if one holds already, the order of this phase exceeds."""
-        from fxshard.ir.verify import LIMITS  # the rules themselves decide, so that a legal move is a valid one
+        from fxshard.ir.rules.memory import LIMITS  # the rules themselves decide, so that a legal move is a valid one
 
         if self.schedule is None or "rate-limited" not in self.schedule.established:
             return None
