@@ -212,9 +212,9 @@ class _State:
                 f"model.schedule = {type(edited).__name__}: a Schedule was expected, edited from a copy of it"
             )
         program = self.latest_program()
-        if edited is program.schedule:
-            return
         now = program.schedule
+        if edited is now:
+            return
         if edited.flats != now.flats or edited.origin != now.origin:
             raise ValueError(
                 "this schedule is of another model, or of inputs of other shapes: edit `model.schedule.copy()`"
@@ -227,16 +227,19 @@ class _State:
         if edited.direct_exchange != now.direct_exchange:  # as `trace` made it: the memory is another, the order is not
             edited.direct_exchange = now.direct_exchange
             edited.unplan()
-        if "memory-planned" not in edited.established:
-            passes.run([passes.PlanMemory()], edited, reproducer=False)
-        if missing := [word for word in passes.NEEDED if word not in edited.established]:
+        needed = set(passes.NEEDED) - {"memory-planned"}
+        if missing := sorted(needed - edited.established):
             raise ValueError(f"this schedule lacks what it needs to run: {', '.join(missing)}")
-        verify(edited)
-        if edited.skeleton() != now.skeleton():
-            self.skeletons.discard("\n".join(edited.skeleton()))  # agreed on before, and not what the others run now
+        if "memory-planned" in edited.established:
+            verify(edited)
+        else:
+            passes.run([passes.PlanMemory()], edited, reproducer=False)
+        skeleton = edited.skeleton()
+        if skeleton != now.skeleton():
+            self.skeletons.discard("\n".join(skeleton))  # agreed on before, and not what the others run now
             self.agree(edited)
-        edited.runs, edited.agreed = True, tuple(edited.skeleton())
-        self.captured[self.captured.index(program.schedule)] = edited
+        edited.runs, edited.agreed = True, tuple(skeleton)
+        self.captured[self.captured.index(now)] = edited
         program.replace(edited)
 
     @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,13 +77,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("backward_prefetch", "forward_prefetch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r}: a number of AllGathers ahead was expected, 0 (off), 1, 2, ...")
+            check_depth(name, getattr(self, name))
         for name in ("rate_limit", "rate_limit_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: a positive number or None (no limit) was expected")
+            check_limit(name, getattr(self, name))
         for name in (
             "keep_root_resident",
             "reshard_after_forward",
@@ -96,7 +92,7 @@ class Options:
                 raise TypeError(f"{name}={getattr(self, name)!r}: True or False was expected")
         if self.compute not in COMPUTE:
             raise ValueError(
-                f"compute={self.compute!r}: allowed are {', '.join(map(repr, COMPUTE))}{_close(self.compute, COMPUTE)}"
+                f"compute={self.compute!r}: allowed are {', '.join(map(repr, COMPUTE))}{did_you_mean(self.compute, COMPUTE)}"
             )
         if not isinstance(self.mixed_precision, MixedPrecision):
             raise TypeError(f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision was expected")
@@ -124,7 +120,7 @@ class Options:
         if unknown:
             extra = ("F", "mesh", "world", "example_inputs", "init") if function == "fxshard.compile" else ("F", "W")
             everything = [*allowed, *extra]
-            hints = "".join(_close(name, everything) for name in unknown)
+            hints = "".join(did_you_mean(name, everything) for name in unknown)
             raise TypeError(
                 f"{function} got unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}."
                 f"{hints} Allowed: {', '.join(everything)}"
@@ -146,8 +142,21 @@ class Options:
 COMPUTE = ("eager",)
 
 
-def _close(word: str, allowed: Sequence[str]) -> str:
-    found = difflib.get_close_matches(str(word), allowed, n=1)
+def check_depth(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is how far ahead to prefetch."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}={value!r}: a number of AllGathers ahead was expected, 0 (off), 1, 2, ...")
+
+
+def check_limit(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a bound, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r}: a positive number or None (no limit) was expected")
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """` Did you mean 'rate_limit'?`, or '' where nothing is close."""
+    found = difflib.get_close_matches(str(word), list(allowed), n=1)
     return f" Did you mean '{found[0]}'?" if found else ""
 
 

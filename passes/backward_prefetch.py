@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxshard.ir import Remarks, Schedule
+from fxshard.options import check_depth
 from fxshard.passes.base import Pass
 from fxshard.passes.prefetch import prefetch
 
@@ -30,8 +31,7 @@ class BackwardPrefetch(Pass):
     """How many AllGathers ahead."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 0:
-            raise ValueError(f"depth={self.depth!r}: a number of AllGathers ahead was expected, 0 (off), 1, 2, ...")
+        check_depth("depth", self.depth)
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         if schedule.backward is not None and self.depth:

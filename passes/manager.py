@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from fxshard.errors import FxshardError, PassError, ScheduleError
 from fxshard.ir import Remarks, Schedule
+from fxshard.ir.json_form import schedule_from_document, schedule_to_document
 from fxshard.ir.nodes import describe, info
 from fxshard.ir.schedule import PassRecord
 from fxshard.ir.verify import verify
@@ -146,10 +147,11 @@ def _again(original: Schedule, passes: Sequence[Pass]) -> str:
     if here:
         return f"put {', '.join(here)} into a module, and a file to run this again from is written"
     try:
-        document = json.dumps({"schedule": json.loads(original.to_json()), "passes": [_described(p) for p in passes]})
+        document = {"schedule": schedule_to_document(original), "passes": [_described(p) for p in passes]}
+        text = json.dumps(document)  # before there is a file
         handle, path = tempfile.mkstemp(prefix=f"fxshard-{passes[-1].name}-", suffix=".json")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(document)
+            file.write(text)
     except (ValueError, OSError) as error:
         return f"no file to run this again from could be written: {error}"
     return f"fxshard verify {path}"
@@ -161,9 +163,8 @@ def _described(p: Pass) -> str:
     return str(p) if BY_NAME.get(p.name) is type(p) else full_text(p)
 
 
-def is_reproducer(text: str) -> bool:
-    """Whether this is what `run` writes when a pass fails. Raises ValueError if it is not JSON."""
-    document = json.loads(text)
+def is_reproducer(document: Any) -> bool:
+    """Whether this JSON is what `run` writes when a pass fails."""
     return isinstance(document, dict) and set(document) == {"schedule", "passes"}
 
 
@@ -173,14 +174,18 @@ def replay(path: str) -> Schedule:
     `fxshard verify FILE` does the same. A pass that is not fxshard's own is imported by its module, which has to be
     importable here.
     """
+    with open(path, encoding="utf-8") as file:
+        document = json.load(file)
+    if not is_reproducer(document):
+        raise ValueError(f"{path} is no reproducer: it was not written for a pass that failed")
+    return rerun(document)
+
+
+def rerun(document: Mapping[str, Any]) -> Schedule:
+    """`replay` of what was read already."""
     from fxshard.passes.text import parse
 
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    if not is_reproducer(text):
-        raise ValueError(f"{path} is no reproducer: it was not written for a pass that failed")
-    document = json.loads(text)
-    schedule = Schedule.from_json(json.dumps(document["schedule"]))
+    schedule = schedule_from_document(document["schedule"])
     run([parse(text) for text in document["passes"]], schedule, reproducer=False)
     return schedule
 

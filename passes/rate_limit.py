@@ -25,6 +25,7 @@ from torch import fx
 from fxshard.errors import ScheduleError
 from fxshard.ir import Phase, Remarks, Schedule, ops
 from fxshard.ir.nodes import describe, info
+from fxshard.options import check_limit
 from fxshard.passes.base import Pass
 
 
@@ -40,9 +41,8 @@ class RateLimit(Pass):
     """Bytes of gathered buffers in flight; None = no bound."""
 
     def __post_init__(self) -> None:
-        for name, value in (("limit", self.limit), ("limit_bytes", self.limit_bytes)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: a positive number or None (no limit) was expected")
+        check_limit("limit", self.limit)
+        check_limit("limit_bytes", self.limit_bytes)
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         for phase in schedule.phases:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import importlib
 
 from fxshard.errors import PassError
+from fxshard.options import did_you_mean
 from fxshard.passes.backward_prefetch import BackwardPrefetch
 from fxshard.passes.base import Pass
 from fxshard.passes.forward_overlap import ForwardOverlap
@@ -65,8 +65,7 @@ def _find(name: str, text: str) -> type[Pass]:
     module, colon, attribute = name.partition(":")
     if not colon:
         if name not in BY_NAME:
-            close = difflib.get_close_matches(name, BY_NAME, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
+            hint = did_you_mean(name, BY_NAME)
             raise ValueError(
                 f"there is no pass '{name}'.{hint} fxshard's own are {', '.join(BY_NAME)}; another is written module:Class"
             )

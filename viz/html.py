@@ -12,18 +12,18 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from difflib import SequenceMatcher
 from importlib import resources
 from typing import Any
 
 from torch import fx
 
 from fxshard.ir import FlatParameter, Schedule, clock, ops
+from fxshard.ir.diff import marked, near_changes
 from fxshard.ir.nodes import bytes_text, describe, info
 from fxshard.viz.lanes import LANE_NOTES, MARKS, NO_UNIT, TITLES
-from fxshard.viz.page import time_note, unit_text
+from fxshard.viz.page import mode_text, time_note, unit_text
 from fxshard.viz.style import Palette
-from fxshard.viz.timeline import QUEUE_ORDER, ROOT, Timeline, lay_out
+from fxshard.viz.timeline import ROOT, Timeline, lay_out
 
 
 def draw_html(schedule: Schedule) -> str:
@@ -78,9 +78,7 @@ def report(schedule: Schedule) -> dict[str, Any]:
 
 def _summary(schedule: Schedule, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     """Label, value and note of each figure at the top."""
-    W, F, replicas = schedule.W, schedule.F, schedule.replicas
-    mode = "replicated" if F == 1 else "full shard" if replicas == 1 else f"hybrid, {replicas} replicas"
-    yield "Ranks", f"W = {W}, F = {F}", mode
+    yield "Ranks", f"W = {schedule.W}, F = {schedule.F}", mode_text(schedule.W, schedule.F)
     flats = schedule.flats.values()
     yield "FSDP units", f"{len(schedule.units)}", f"{sum(flat.numel for flat in flats):,} elements of parameters"
     issued = [info(node) for phase in schedule.phases for kind in ops.COLLECTIVES for node in phase.nodes(kind)]
@@ -180,23 +178,11 @@ def _changes(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str,
 
     def kept(lines: Sequence[str]) -> list[str]:
         closed = [" ".join(line.split()) for line in lines if not line.startswith("#")]
-        return [line for line in closed if not set(line.split()) <= set(QUEUE_ORDER)]
+        return [line for line in closed if not set(line.split()) <= set(ops.QUEUE_ORDER)]
 
-    old, new = kept(before), kept(after)
-    marked: list[tuple[str, str]] = []
-    for what, i, j, k, m in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if what == "equal":
-            marked += [(" ", line) for line in old[i:j]]
-        else:
-            marked += [("-", line) for line in old[i:j]] + [("+", line) for line in new[k:m]]
-    gone, come = (Counter(line for mark, line in marked if mark == sign) for sign in "-+")
-    moved = {"-": gone & come, "+": gone & come}
-    for place, (mark, line) in enumerate(marked):
-        if mark != " " and moved[mark][line]:
-            moved[mark][line] -= 1
-            marked[place] = ("<" if mark == "-" else ">", line)
-    near = {i + d for i, (mark, _) in enumerate(marked) if mark != " " for d in (-1, 0, 1)}
-    for place, entry in enumerate(marked):
+    entries = marked(kept(before), kept(after), str)
+    near = near_changes((mark for mark, _ in entries), 1)
+    for place, entry in enumerate(entries):
         if place in near:
             yield entry
         elif place - 1 in near:

@@ -166,10 +166,13 @@ class Page(Canvas):
 
 def sharding_text(timeline: Timeline) -> str:
     """`W = 8 ranks, F = 4 (hybrid, 2 replicas)`."""
-    replicas = timeline.W // timeline.F
     ranks = "1 rank" if timeline.W == 1 else f"{timeline.W} ranks"
-    mode = "replicated" if timeline.F == 1 else "full shard" if replicas == 1 else f"hybrid, {replicas} replicas"
-    return f"W = {ranks}, F = {timeline.F} ({mode})"
+    return f"W = {ranks}, F = {timeline.F} ({mode_text(timeline.W, timeline.F)})"
+
+
+def mode_text(W: int, F: int) -> str:
+    """What the sharding factor makes of a world: `replicated`, `full shard`, `hybrid, 2 replicas`."""
+    return "replicated" if F == 1 else "full shard" if F == W else f"hybrid, {W // F} replicas"
 
 
 def passes_text(timeline: Timeline) -> list[str]:

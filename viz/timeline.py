@@ -26,9 +26,6 @@ from fxshard.ir.nodes import describe, info
 ROOT = "(root)"
 """The kind of what is in no other unit, one part or several."""
 
-QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
-"""Lanes from top to bottom: what feeds compute above it, what compute feeds below it."""
-
 
 @dataclass(frozen=True)
 class Bar:
@@ -174,7 +171,7 @@ def lay_out(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     marks = _numbered(_mark(t) for t in times.tasks if t.kind not in (*ops.COLLECTIVES, "compute", "throttle"))
     bars = _numbered(bars)
     found = {bar.queue for bar in bars} | {mark.queue for mark in marks} | {"compute"}
-    queues = [q for q in QUEUE_ORDER if q in found] + sorted(found - set(QUEUE_ORDER))
+    queues = [q for q in ops.QUEUE_ORDER if q in found] + sorted(found - set(ops.QUEUE_ORDER))
     roots = {flat.unit for flat in schedule.flats.values() if flat.is_root}
     kinds = {unit: ROOT if unit in roots else re.sub(r"\d+", "*", unit) for unit in schedule.units}
     modules: dict[str, dict[str, None]] = defaultdict(dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,9 @@ import fxshard
 import fxshard.passes
 from fxshard.cli.model import build
 from fxshard.cli.syntax import UsageError, assignment, call, first_line, load
+from fxshard.ir.json_form import schedule_from_document
 from fxshard.passes import Pass
-from fxshard.passes.manager import is_reproducer, replay
+from fxshard.passes.manager import is_reproducer, rerun
 
 TARGET = """MODULE:FACTORY (a function that returns an nn.Module, or that and example inputs); hf:CONFIG{option=value}, \
 hf:NAME or the path of a config.json (transformers); or FILE.json, a saved schedule"""
@@ -115,9 +117,8 @@ def _saved(path: str, settings: Settings) -> fxshard.Schedule:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     try:
-        if is_reproducer(text):
-            return replay(path)
-        return fxshard.Schedule.from_json(text)
+        document = json.loads(text)
+        return rerun(document) if is_reproducer(document) else schedule_from_document(document)
     except fxshard.FxshardError:
         raise
     except (ValueError, TypeError, KeyError) as error:

@@ -22,8 +22,6 @@ from fxshard.ir.nodes import Slot, describe, info
 from fxshard.ir.phase import Phase
 from fxshard.ir.schedule import Schedule
 
-COMMUNICATORS = {"unshard": "shard group", "reduce": "shard group", "replicate": "replicate group"}
-
 
 @dataclass(frozen=True)
 class Task:
@@ -160,7 +158,7 @@ class _Queues:
             duration = costs.operators(works)
         elif kind in ops.COLLECTIVES:
             duration = costs.collective(self.phase.name, node)
-            occupied.append(COMMUNICATORS.get(queue, queue))
+            occupied.append(ops.COMMUNICATORS.get(queue, queue))
         issued = self.free["compute"]
         start = max([self.free[each] for each in occupied] + [self._ready(each) for each in nodes])
         if not self.ahead:

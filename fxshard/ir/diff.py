@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from fxshard.ir.schedule import Schedule
 from fxshard.ir.text import Columns, Row, header, memory_line, phase_rows
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,7 @@ class ScheduleDiff:
         lines = [f"{moved} moved, {removed} removed, {added} added", *self.settings]
         for phase in dict.fromkeys(change.phase for change in self.changes):
             changes = [change for change in self.changes if change.phase == phase]
-            near = {
-                i + offset
-                for i, change in enumerate(changes)
-                if change.mark != " "
-                for offset in range(-context, context + 1)
-            }
+            near = near_changes((change.mark for change in changes), context)
             if not near:
                 continue
             columns = Columns(change.row for change in changes)
@@ -135,25 +132,34 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def _compare(phase: str, before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
-    changes: list[Change] = []
-    matcher = difflib.SequenceMatcher(None, [_key(r) for r in before], [_key(r) for r in after], autojunk=False)
+    changes = [Change(mark, phase, row) for mark, row in marked(before, after, _key)]
+    # An operator segment that another operation now cuts elsewhere has not moved itself.
+    return (
+        [c for c in changes if not (c.row.op in ("FWD", "GRAD") and c.mark != " ")] if _only_cut(changes) else changes
+    )
+
+
+def marked(before: Sequence[T], after: Sequence[T], key: Callable[[T], Hashable]) -> list[tuple[str, T]]:
+    """Everything of two sequences, in order, each with its mark, see `Change`; what has one key is the same thing."""
+    entries: list[tuple[str, T]] = []
+    matcher = difflib.SequenceMatcher(None, [key(x) for x in before], [key(x) for x in after], autojunk=False)
     for tag, i, j, k, m in matcher.get_opcodes():
         if tag == "equal":
-            changes += [Change(" ", phase, row) for row in after[k:m]]
+            entries += [(" ", x) for x in after[k:m]]
         else:
-            changes += [Change("-", phase, row) for row in before[i:j]]
-            changes += [Change("+", phase, row) for row in after[k:m]]
-    gone = Counter(_key(c.row) for c in changes if c.mark == "-")
-    come = Counter(_key(c.row) for c in changes if c.mark == "+")
-    both = {"-": gone & come, "+": gone & come}
-    marked = []
-    for change in changes:
-        if change.mark != " " and both[change.mark][_key(change.row)]:
-            both[change.mark][_key(change.row)] -= 1
-            change = Change("<" if change.mark == "-" else ">", phase, change.row)
-        marked.append(change)
-    # An operator segment that another operation now cuts elsewhere has not moved itself.
-    return [c for c in marked if not (c.row.op in ("FWD", "GRAD") and c.mark != " ")] if _only_cut(marked) else marked
+            entries += [("-", x) for x in before[i:j]] + [("+", x) for x in after[k:m]]
+    gone, come = (Counter(key(x) for mark, x in entries if mark == sign) for sign in "-+")
+    moved = {"-": gone & come, "+": gone & come}
+    for place, (mark, x) in enumerate(entries):
+        if mark != " " and moved[mark][key(x)]:
+            moved[mark][key(x)] -= 1
+            entries[place] = ("<" if mark == "-" else ">", x)
+    return entries
+
+
+def near_changes(marks: Iterable[str], context: int) -> set[int]:
+    """Places at most `context` from one that is marked."""
+    return {i + d for i, mark in enumerate(marks) if mark != " " for d in range(-context, context + 1)}
 
 
 def _only_cut(changes: Sequence[Change]) -> bool:

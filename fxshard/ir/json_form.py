@@ -38,7 +38,12 @@ _PLAIN = (
 
 def schedule_to_json(schedule: Schedule, indent: int | None = None) -> str:
     """Raises ValueError for an argument of an operator that JSON cannot hold, naming the operator."""
-    document = {
+    return json.dumps(schedule_to_document(schedule), indent=indent, ensure_ascii=False)
+
+
+def schedule_to_document(schedule: Schedule) -> dict[str, Any]:
+    """What `schedule_to_json` writes, for JSON that holds more than a schedule."""
+    return {
         "format": FORMAT,
         "version": VERSION,
         **{name: getattr(schedule, name) for name in _PLAIN},
@@ -56,7 +61,6 @@ def schedule_to_json(schedule: Schedule, indent: int | None = None) -> str:
             {"name": phase.name, "nodes": [_node_out(node) for node in phase.graph.nodes]} for phase in schedule.phases
         ],
     }
-    return json.dumps(document, indent=indent, ensure_ascii=False)
 
 
 def schedule_from_json(text: str) -> Schedule:
@@ -65,6 +69,11 @@ def schedule_from_json(text: str) -> Schedule:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not a schedule: {error}") from None
+    return schedule_from_document(document)
+
+
+def schedule_from_document(document: Any) -> Schedule:
+    """The schedule of `schedule_to_document`. Raises ValueError as `schedule_from_json` does."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"not a schedule: its format is not {FORMAT!r}")
     if document.get("version") != VERSION:

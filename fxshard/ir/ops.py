@@ -126,6 +126,13 @@ QUEUES = {
 }
 """Queue of each kind; everything else is on the compute queue, a `wait` on the queue its info names."""
 
+QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
+"""Columns of text from left to right and lanes of pictures from top to bottom: what feeds compute before it, what compute
+feeds behind it."""
+
+COMMUNICATORS = {QUEUES[kind]: GROUPS[kind] for kind in COLLECTIVES}
+"""Group of each queue with collectives of the schedule: two queues of one group share its communicator."""
+
 LABELS = {
     "cast_shard": "CAST",
     "all_gather": "AG",

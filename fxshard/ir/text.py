@@ -17,9 +17,6 @@ from fxshard.ir.schedule import Schedule
 
 LEVELS = ("units", "communication", "all")
 
-QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
-"""Columns from left to right."""
-
 WIDTH = 120
 """Events are wrapped to this many characters."""
 
@@ -134,10 +131,10 @@ class Columns:
 
     def __init__(self, rows: Iterable[Row]):
         rows = list(rows)
-        self.names = {q: max((len(r.name) for r in rows if r.queue == q), default=0) for q in QUEUE_ORDER}
+        self.names = {q: max((len(r.name) for r in rows if r.queue == q), default=0) for q in ops.QUEUE_ORDER}
         self.starts: dict[str, int] = {}
         start = 0
-        for queue in [q for q in QUEUE_ORDER if any(r.queue == q for r in rows)] or ["compute"]:
+        for queue in [q for q in ops.QUEUE_ORDER if any(r.queue == q for r in rows)] or ["compute"]:
             self.starts[queue] = start
             cells = [len(r.cell(self.names[queue])) for r in rows if r.queue == queue]
             start += min(max([len(queue), *cells]), WIDEST) + 2

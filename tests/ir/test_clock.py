@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import fxshard
 from fxshard.errors import ScheduleError
 from fxshard.ir import Phase, Schedule, clock, ops
-from fxshard.ir.clock import COMMUNICATORS, Times
+from fxshard.ir.clock import Times
 from fxshard.ir.costs import COMMUNICATION_SHARE, SHORTEST, Costs, Link, touched_bytes
 from fxshard.ir.nodes import describe, info
 
@@ -100,7 +100,9 @@ def holds(schedule: Schedule, phase: Phase, begin: float, times: Times) -> dict[
             continue
         before = [n for n in node.all_input_nodes if n.op == "call_function"]
         before += [byname[name] for name in node.meta["slot"].after] if "slot" in node.meta else []
-        lines = [found_info.queue] + ([COMMUNICATORS[found_info.queue]] if found_info.kind in ops.COLLECTIVES else [])
+        lines = [found_info.queue] + (
+            [ops.COMMUNICATORS[found_info.queue]] if found_info.kind in ops.COLLECTIVES else []
+        )
         before += [last[line] for line in lines if line in last]
         found[node] = max([begin, *(times.end(n) for n in before)])
         last |= dict.fromkeys(lines, node)
