@@ -22,10 +22,10 @@ from fxshard.capture.build import Captured
 from fxshard.capture.failures import capture_error
 from fxshard.capture.harmless import prepare
 from fxshard.errors import AgreementError, CaptureError
-from fxshard.ir import FlatParameter, Remark, Schedule
+from fxshard.ir import Accumulation, FlatParameter, Remark, Schedule
 from fxshard.ir.nodes import bytes_text
 from fxshard.ir.verify import verify
-from fxshard.options import InitFunction, Options, check_factor
+from fxshard.options import InitFunction, Options, check_choice, check_factor
 from fxshard.parameter import Generation, ShardedParameter
 from fxshard.runtime import (
     ControlPlane,
@@ -62,12 +62,57 @@ class ShardedModule:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """All captured schedules, oldest first."""
-        return list(_state(self).captured)
+        """All captured schedules, oldest first, each with those that `no_sync` made of it behind it."""
+        return _state(self).all_schedules()
 
     def lowered(self, phase: str = "forward") -> str:
         """The Python code that runs a phase (`forward` or `backward`) of the latest training capture."""
         return _state(self).latest_program().source(phase)
+
+    @contextlib.contextmanager
+    def no_sync(self, keep: str = "unsharded") -> Iterator[None]:
+        """Backwards inside keep their gradients; the first one outside reduces them together with its own.
+
+        keep: "unsharded" communicates no gradient, every rank keeps its own whole ones (in the accumulation dtype).
+        "sharded" reduces them in the shard group and keeps the sums: with replicas (F < W) the AllReduce is put off, without
+        (F = W) it is what happens outside too, with F = 1 it is "unsharded".
+
+        Where backward runs decides, not where forward ran. Every rank does the same. Meanwhile `.grad` of a parameter
+        stands for something no rank has, and nothing can be computed with it; `zero_grad` drops what was kept, of the
+        parameters it is for. Contexts nest, the innermost counts; after an exception it is as before the context.
+        Source: FSDP paper, 3.3.4; FSDP1's `no_sync`, FSDP2's `set_requires_gradient_sync`.
+        """
+        check_choice("keep", keep, passes.KEEPS)
+        executor = _state(self).executor
+        assert executor is not None
+        before, executor.keep = executor.keep, keep
+        try:
+            yield
+        finally:
+            executor.keep = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of all parameters, with one small reduction a dtype in place of one a parameter.
+
+        Each parameter counts once, wherever its pieces are and however often it is tied. Returns the total norm before,
+        a plain 0-d tensor, the same on all ranks. A collective of the shard group. Raises RuntimeError where the norm is not
+        finite and `error_if_nonfinite`.
+        """
+        parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for p in parameters:
+            by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
+        norms = [n for grads in by_dtype.values() for n in torch_private.norms(grads, float(norm_type))]
+        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type)) if norms else torch.tensor(0.0)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {total.item()}, and "
+                "error_if_nonfinite=True; nothing was clipped"
+            )
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, True if foreach is None else foreach)
+        return total
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         try:
@@ -145,6 +190,7 @@ class _State:
             direct_exchange=self.place.direct_exchange,
             held_shards=self.place.held_shards,
             num_batches=self.place.num_batches or self.place.W,
+            gradient_divisor=self.options.gradient_divisor,
         )  # fmt: skip
         unit_of = {fqn: flat.unit for flat in self.flats.values() for fqn in flat.fqns}
         for fqn, num_bytes, line in captured.made_weights:
@@ -163,6 +209,22 @@ class _State:
             raise _Traced
         schedule.runs, schedule.agreed = True, tuple(schedule.skeleton())
         return self.executor.program(schedule, root)
+
+    def derive(self, schedule: Schedule, what: Accumulation) -> Schedule:
+        """The schedule whose backward does this with its gradients. All ranks make it at the same time, and agree on it."""
+        derived = schedule.copy(reorder=True)
+        takes = passes.TakeKept(
+            *(tuple(f for f in schedule.flats if f in names) for names in (what.kept, what.kept_shards))
+        )
+        made = [
+            *([passes.DeferReduces(what.keep)] if what.keep else []),
+            *([takes] if what.kept or what.kept_shards else []),
+            passes.PlanMemory(),
+        ]
+        passes.run(made, derived, verify_each=self.options.verify_each, print_after=self.options.print_after)
+        self.agree(derived)
+        derived.runs, derived.agreed = True, tuple(derived.skeleton())
+        return derived
 
     def agree(self, schedule: Schedule) -> None:
         """Compare a new communication skeleton with the other ranks'; one already agreed on needs nobody."""
@@ -198,6 +260,11 @@ class _State:
             )
         return next((s for s in reversed(self.captured) if s.backward is not None), self.captured[-1])
 
+    def all_schedules(self) -> list[Schedule]:
+        programs = [] if self.executor is None else self.executor.programs
+        derived = {program.schedule: program.derived.values() for program in programs}
+        return [s for captured in self.captured for s in (captured, *derived.get(captured, ()))]
+
     def latest_program(self) -> Program:
         schedule = self.latest_schedule()
         programs = [] if self.executor is None else self.executor.programs
@@ -218,6 +285,10 @@ class _State:
         if edited.flats != now.flats or edited.origin != now.origin:
             raise ValueError(
                 "this schedule is of another model, or of inputs of other shapes: edit `model.schedule.copy()`"
+            )
+        if edited.accumulation != now.accumulation:
+            raise ValueError(
+                f"this schedule's backward {edited.accumulation}: edit `model.schedule.copy()`, from which it was made"
             )
         places = [f"W={s.W}, {s.num_batches} batches, {s.held_shards} shards held by a process" for s in (edited, now)]
         if places[0] != places[1]:
@@ -328,7 +399,7 @@ def compile(
     cast_buffers(model, settings.mixed_precision.buffers)
     if world is not None:
         world.attach(model)
-    state.executor = Executor(state.storages, home, generation, debug=settings.debug)
+    state.executor = Executor(state.storages, home, generation, debug=settings.debug, derive=state.derive)
     _install(model, state)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +16,18 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes to gather and compute in, to reduce gradients in, and for floating buffers; None keeps what is there.
+    """Dtypes to gather and compute in, to reduce gradients in, for floating buffers, and to add gradients of several
+    backwards up in; None keeps what is there.
 
-    `reduce=None` reduces in the dtype that is gathered. Floating inputs of forward are cast to `param`, outputs are not
-    cast back. Sharded parameters,
-    gradients and optimizer state keep the parameter's own dtype; integer parameters are never cast.
+    `reduce=None` reduces in the dtype that is gathered. `accumulate=None` adds up in fp32, or in the parameter's dtype where
+    that is wider, whatever goes over the wire. Floating inputs of forward are cast to `param`, outputs are not cast back.
+    Sharded parameters, gradients and optimizer state keep the parameter's own dtype; integer parameters are never cast.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     buffers: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -53,6 +56,8 @@ class Options:
     """Whether the root stays gathered from forward to backward."""
     reshard_after_forward: bool = True
     """Whether units are freed after forward and gathered again in backward; if not, the root stays too."""
+    gradient_divisor: float | None = None
+    """What gradients are divided by, once; None = the number of ranks that bring a batch (the mean), 1 = their sum."""
     passes: Sequence[Any] | None = None
     """Extra passes, run after the default ones and before plan-memory; or a callable from the default list to the
     list."""
@@ -90,10 +95,13 @@ class Options:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: True or False was expected")
-        if self.compute not in COMPUTE:
-            raise ValueError(
-                f"compute={self.compute!r}: allowed are {', '.join(map(repr, COMPUTE))}{did_you_mean(self.compute, COMPUTE)}"
-            )
+        divisor = self.gradient_divisor
+        if divisor is not None:
+            if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
+                raise TypeError(f"gradient_divisor={divisor!r}: a number or None (the number of ranks) was expected")
+            if not (math.isfinite(divisor) and divisor > 0):
+                raise ValueError(f"gradient_divisor={divisor!r}: a positive number was expected; 1 sums the gradients")
+        check_choice("compute", self.compute, COMPUTE)
         if not isinstance(self.mixed_precision, MixedPrecision):
             raise TypeError(f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision was expected")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
@@ -146,6 +154,13 @@ def check_depth(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is how far ahead to prefetch."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name}={value!r}: a number of AllGathers ahead was expected, 0 (off), 1, 2, ...")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}{hint}")
 
 
 def check_limit(name: str, value: Any) -> None:

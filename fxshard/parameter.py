@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fxshard.capture.torch_private import FakeTensor, pytree, wrapper_subclass
+from fxshard.capture.torch_private import FakeTensor, pytree, unscale, wrapper_subclass
 
 aten = torch.ops.aten
 
@@ -44,16 +44,20 @@ _NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm
 _REDUCING = ("_foreach_max", "_foreach_powsum")
 """List operators that make one number of a tensor."""
 
-_KEEPS_IDENTITY = frozenset({aten.detach.default, aten.alias.default})
+KEEPS_IDENTITY = frozenset({aten.detach.default, aten.alias.default})
 
 
 class Generation:
-    """Counts in-place changes of a model's parameters; a backward refuses parameters changed since its forward."""
+    """Counts in-place changes of a model's parameters; a backward refuses parameters changed since its forward.
 
-    __slots__ = ("value",)
+    `kept`: by FlatParameter, gradients that wait for a later reduce (`runtime.accumulation.KeptGradients`).
+    """
+
+    __slots__ = ("kept", "value")
 
     def __init__(self) -> None:
         self.value = 0
+        self.kept: dict[str, Any] = {}
 
 
 class Binding:
@@ -92,6 +96,8 @@ class ShardedParameter(torch.Tensor):
     binding: Binding | None
     fqn: str
     is_state: bool
+    edits: int
+    """How often it was changed in place, where it is a gradient or state."""
 
     @staticmethod
     def __new__(
@@ -108,6 +114,7 @@ class ShardedParameter(torch.Tensor):
     ) -> ShardedParameter:
         self = wrapper_subclass(cls, shape, stride, dtype or local.dtype, local.device, requires_grad)
         self.local, self.binding, self.fqn, self.is_state = local, binding, fqn, is_state
+        self.edits = 0
         return self
 
     def like(self, local: Tensor, *, state: bool | None = None) -> ShardedParameter:
@@ -230,7 +237,7 @@ class ShardedParameter(torch.Tensor):
         name = func._schema.name.split("::")[1]
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedParameter)]
         first = leaves[0]
-        if isinstance(first.local, FakeTensor) and func not in _KEEPS_IDENTITY:
+        if isinstance(first.local, FakeTensor) and func not in KEEPS_IDENTITY:
             # Being traced: only shapes matter, and what the model sees is the whole parameter.
             return func(*pytree.tree_map(_full_fake, args), **pytree.tree_map(_full_fake, kwargs))
         if func is aten.view.default and tuple(args[1]) == tuple(first.shape):
@@ -239,6 +246,8 @@ class ShardedParameter(torch.Tensor):
             return _norm(func, first, args, kwargs)
         if name == "_foreach_norm":
             return _foreach_norm(args, kwargs)
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(leaves, *args)
         if name.startswith(("_foreach", "_fused")):
             return _on_lists(func, name, leaves, args, kwargs)
         if func in _SAME_PIECE or torch.Tag.pointwise in func.tags:
@@ -261,7 +270,9 @@ def _refuse(parameter: ShardedParameter, what: object) -> NoReturn:
 
 def _changed(parameters: Sequence[ShardedParameter]) -> None:
     for p in parameters:
-        if p.binding is not None and not p.is_state:
+        if p.is_state:
+            p.edits += 1
+        elif p.binding is not None:
             p.binding.generation.value += 1
 
 
@@ -310,7 +321,7 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
     if written:
         _changed(written)
         return args[0]
-    is_state = None if func in _KEEPS_IDENTITY else True
+    is_state = None if func in KEEPS_IDENTITY else True
     return first.like(out, state=is_state)
 
 
@@ -320,7 +331,7 @@ def _on_lists(
     plain = [
         x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, ShardedParameter)
     ]
-    if name in _REDUCING or any(x.dim() > 0 for x in plain):
+    if name in _REDUCING or any(x.numel() != 1 for x in plain):
         _refuse(leaves[0], f"{func}{'' if name in _REDUCING else ' together with plain tensors'}")
     lists = [a for a in args if isinstance(a, (list, tuple)) and len(a) == len(args[0])]
     for column in zip(*lists):
@@ -337,6 +348,21 @@ def _on_lists(
     return [s.like(o, state=True) if isinstance(s, ShardedParameter) else o for s, o in zip(sources, out)]
 
 
+def _unscale(gradients: list[ShardedParameter], everything: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """What `torch.amp.GradScaler` does with gradients of a device and dtype. found_inf becomes 1 on every rank where an
+    element on any is not finite, so that all of them skip the step or none does."""
+    for gradient in gradients:
+        kept = gradient._bound("a gradient scaler").generation.kept
+        for each in list(kept.values()):
+            each.settle()
+        for each in kept.values():  # before any is unscaled: the next call would unscale it again
+            each.refuse("a gradient scaler")
+    unscale([_local(g) for g in everything], found_inf, inverse)
+    for reduce in dict.fromkeys(g._bound("a gradient scaler").reduce for g in gradients):
+        found_inf.copy_(reduce(found_inf.reshape(1), "max").reshape(found_inf.shape))
+    _changed(gradients)
+
+
 def _local(x: Any) -> Any:
     return x.local if isinstance(x, ShardedParameter) else x
 
@@ -344,8 +370,10 @@ def _local(x: Any) -> Any:
 def _combine(partials: Tensor, order: float, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
     """Per-tensor norms (n,) of pieces -> norms of the whole. In fp32 or wider: a square may leave fp16's range."""
     wide = partials.to(torch.promote_types(partials.dtype, torch.float32))
-    if order == math.inf:
-        total = reduce(wide, "max")
+    if abs(order) == math.inf:  # a maximum may lose what is no number
+        sign, broken = math.copysign(1.0, order), wide.isnan()
+        found = reduce(torch.cat([(wide * sign).masked_fill(broken, -math.inf), broken.to(wide.dtype)]), "max")
+        total = (found[: len(wide)] * sign).masked_fill(found[len(wide) :] > 0, math.nan)
     elif order == 0:
         total = reduce(wide, "sum")
     else:
@@ -354,8 +382,9 @@ def _combine(partials: Tensor, order: float, reduce: Callable[[Tensor, str], Ten
 
 
 def _piece_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    if piece.numel() == 0:
-        return torch.zeros((), dtype=dtype or piece.dtype, device=piece.device)
+    if piece.numel() == 0:  # what adds nothing, and is the largest or the smallest of no others
+        nothing = math.inf if order < 0 else 0.0
+        return torch.full((), nothing, dtype=dtype or piece.dtype, device=piece.device)
     return torch.linalg.vector_norm(piece, order, dtype=dtype)
 
 
@@ -363,8 +392,8 @@ def _norm(func: Any, first: ShardedParameter, args: tuple[Any, ...], kwargs: dic
     order = args[1] if len(args) > 1 else 2
     order = 2 if order is None else float(order)
     dims = args[2] if len(args) > 2 else kwargs.get("dim")
-    if dims not in (None, []) or order < 0 or (len(args) > 3 and args[3]) or kwargs.get("keepdim"):
-        _refuse(first, f"{func} along a dimension or of negative order")
+    if dims not in (None, []) or (len(args) > 3 and args[3]) or kwargs.get("keepdim"):
+        _refuse(first, f"{func} along a dimension")
     binding = first._bound(func)
     return _combine(_piece_norm(first.local, order, kwargs.get("dtype")).reshape(1), order, binding.reduce)[0]
 
@@ -374,9 +403,6 @@ def _foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    first = next(t for t in tensors if isinstance(t, ShardedParameter))
-    if order < 0:
-        _refuse(first, "a norm of negative order")
     sharded = [i for i, t in enumerate(tensors) if isinstance(t, ShardedParameter)]
     result = [
         None if isinstance(t, ShardedParameter) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors

@@ -232,5 +232,8 @@ def flat_parameters(
             castable = dtype.is_floating_point
             param_dtype = precision.param if castable and precision.param is not None else dtype
             reduce_dtype = precision.reduce if castable and precision.reduce is not None else param_dtype
-            flats[name] = FlatParameter.build(name, base, unit.is_root, tuple(specs), F, param_dtype, reduce_dtype)
+            flats[name] = FlatParameter.build(
+                name, base, unit.is_root, tuple(specs), F, param_dtype, reduce_dtype,
+                precision.accumulate if castable else None,
+            )  # fmt: skip
     return flats

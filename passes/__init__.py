@@ -10,6 +10,7 @@ from fxshard.ir.schedule import Remarks, Schedule
 from fxshard.options import Options
 from fxshard.passes.backward_prefetch import BackwardPrefetch
 from fxshard.passes.base import Pass
+from fxshard.passes.defer_reduces import KEEPS, DeferReduces
 from fxshard.passes.forward_overlap import ForwardOverlap
 from fxshard.passes.insert_frees import InsertFrees
 from fxshard.passes.insert_gathers import InsertGathers
@@ -18,13 +19,16 @@ from fxshard.passes.keep_root_resident import KeepRootResident
 from fxshard.passes.manager import Culprit, bisect, replay, run
 from fxshard.passes.plan_memory import PlanMemory
 from fxshard.passes.rate_limit import RateLimit
+from fxshard.passes.take_kept import TakeKept
 from fxshard.passes.text import BY_NAME, parse
 
 __all__ = [
     "BY_NAME",
+    "KEEPS",
     "NEEDED",
     "BackwardPrefetch",
     "Culprit",
+    "DeferReduces",
     "ForwardOverlap",
     "InsertFrees",
     "InsertGathers",
@@ -35,6 +39,7 @@ __all__ = [
     "RateLimit",
     "Remarks",
     "Schedule",
+    "TakeKept",
     "bisect",
     "check_complete",
     "default_passes",
@@ -100,6 +105,11 @@ def _up_to(passes: list[Pass], options: Options) -> list[Pass]:
 
 def check_complete(passes: Sequence[Pass], options: Options) -> None:
     """Raise ValueError if these passes leave out what a schedule needs to run (to be drawn it needs nothing)."""
+    deferring = [p.name for p in passes if isinstance(p, (DeferReduces, TakeKept))]
+    if deferring:
+        raise ValueError(
+            f"{deferring[0]} is for schedules to look at; to keep gradients run backward in `with model.no_sync():`"
+        )
     missing = [word for word in NEEDED if not any(word in p.provides for p in passes)]
     if missing:
         raise ValueError(

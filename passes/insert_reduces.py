@@ -3,8 +3,8 @@
 Why      Each rank has the gradient of its own batch; training needs the mean.
 Assumes  gathers-inserted; `schedule.gradients` names the gradient node of each trainable parameter.
 Gives    reduces-inserted: FLAT -> RS -> WAIT -> [AR -> WAIT] -> ACC for each FlatParameter with gradients. FLAT
-         stands right after the last of its gradients and divides by `schedule.num_batches`, the ranks that bring a batch
-         (W, or 1 in a virtual world of one contributor); RS and AR sum. F = 1 has no RS, F = W no AR.
+         stands right after the last of its gradients and divides by `schedule.divisor`, unless told the ranks that bring
+         a batch (W, or 1 in a virtual world of one contributor); RS and AR sum. F = 1 has no RS, F = W no AR.
 Keeps    Gradients of inputs; every operator of the model.
 Costs    One flat gradient buffer a FlatParameter from FLAT to its WAIT; all waits stand at the end of the phase.
 Source   FSDP paper, sections 3.2 and 3.3; the divisor is applied once, explicitly.
@@ -15,11 +15,14 @@ reduction tells every rank which gradients exist anywhere, so that `.grad` is No
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.ir import Remarks, Schedule, ops
-from fxshard.ir.nodes import describe
+from torch import fx
+
+from fxshard.ir import FlatParameter, Remarks, Schedule, ops
+from fxshard.ir.nodes import describe, info
 from fxshard.passes.base import Pass
 
 
@@ -33,10 +36,8 @@ class InsertReduces(Pass):
         phase = schedule.backward
         if phase is None:
             return
-        graph, gradients = phase.graph, schedule.gradients
-        output = phase.output
-        body = next(n for n in graph.nodes if n.op != "placeholder")
-        present, order = None, []
+        gradients, output, order = schedule.gradients, phase.output, []
+        body = next(n for n in phase.graph.nodes if n.op != "placeholder")
         for flat in schedule.flats.values():
             grads = [gradients.get(fqn) for fqn in flat.fqns]
             if any(g is not None for g in grads):
@@ -44,54 +45,11 @@ class InsertReduces(Pass):
             elif flat.requires_grad:
                 remarks.missed(flat.name, "no output reaches it: no gradient to reduce")
         order.sort(key=lambda entry: entry[0])
-        if schedule.needs_presence:
-            everything = [g for _, _, grads in order for g in grads]
-            with graph.inserting_before(body):
-                pending = phase.call(
-                    ops.presence,
-                    ([g is not None for g in everything],),
-                    flat=None,
-                    by=self.name,
-                    num_bytes=len(everything),
-                )
-                pending.meta["gradients"] = everything
-            with graph.inserting_before(output):
-                present = phase.call(ops.wait, (pending, "presence"), flat=None, by=self.name, name="present")
-        start = 0
         for ready, flat, grads in order:
-            with graph.inserting_after(ready if ready.op != "placeholder" else body.prev):
-                buffer = phase.call(
-                    ops.flatten_grads,
-                    (grads, flat.name, flat.offsets, flat.padded_numel, schedule.num_batches),
-                    flat=flat, by=self.name, num_bytes=flat.grad_bytes,
-                )  # fmt: skip
-            last, value = buffer, buffer
-            shard_bytes = flat.grad_bytes // flat.F
-            if flat.F > 1:
-                with graph.inserting_after(last):
-                    last = value = phase.call(
-                        ops.reduce_scatter, (value, flat.name), flat=flat, by=self.name, num_bytes=flat.grad_bytes
-                    )
-            if schedule.replicas > 1:
-                if flat.F > 1:
-                    with graph.inserting_after(last):
-                        last = value = phase.call(
-                            ops.wait, (value, flat.name), flat=flat, by=self.name, queue="replicate",
-                            name=f"scattered_{flat.name}",
-                        )  # fmt: skip
-                with graph.inserting_after(last):
-                    last = value = phase.call(
-                        ops.all_reduce, (value, flat.name), flat=flat, by=self.name, num_bytes=shard_bytes
-                    )
-            with graph.inserting_before(output):
-                if value is not buffer:
-                    value = phase.call(
-                        ops.wait, (value, flat.name), flat=flat, by=self.name, name=f"reduced_{flat.name}"
-                    )
-                arguments = (value, flat.name) if present is None else (value, flat.name, present, start)
-                phase.call(ops.accumulate_grad, arguments, flat=flat, by=self.name, num_bytes=shard_bytes)
-            start += len(grads)
+            insert_reduce(schedule, flat, grads, ready if ready.op != "placeholder" else body.prev, self.name)
             remarks.passed(flat.name, f"reduced after {describe(ready)}")
+        if schedule.needs_presence:
+            insert_presence(schedule, [flat.name for _, flat, _ in order], self.name)
         parameters = {id(g) for g in gradients.values()}
         output.args = (
             tuple(
@@ -99,3 +57,57 @@ class InsertReduces(Pass):
                 for position, value in enumerate(phase.results)
             ),
         )
+
+
+def insert_reduce(
+    schedule: Schedule, flat: FlatParameter, grads: Sequence[fx.Node | None], after: fx.Node, by: str
+) -> None:
+    """FLAT of `grads` right after `after`, the collectives behind it; the last WAIT and ACC at the end of backward."""
+    phase = schedule.backward
+    assert phase is not None
+    graph = phase.graph
+    arguments = (list(grads), flat.name, flat.offsets, flat.padded_numel, schedule.divisor)
+    with graph.inserting_after(after):
+        buffer = phase.call(ops.flatten_grads, arguments, flat=flat, by=by, num_bytes=flat.grad_bytes)
+    last, value = buffer, buffer
+    shard_bytes = flat.grad_bytes // flat.F
+    if flat.F > 1:
+        with graph.inserting_after(last):
+            last = value = phase.call(
+                ops.reduce_scatter, (value, flat.name), flat=flat, by=by, num_bytes=flat.grad_bytes
+            )
+    if schedule.replicas > 1:
+        if flat.F > 1:
+            with graph.inserting_after(last):
+                last = value = phase.call(
+                    ops.wait, (value, flat.name), flat=flat, by=by, queue="replicate", name=f"scattered_{flat.name}"
+                )
+        with graph.inserting_after(last):
+            last = value = phase.call(ops.all_reduce, (value, flat.name), flat=flat, by=by, num_bytes=shard_bytes)
+    with graph.inserting_before(phase.output):
+        if value is not buffer:
+            value = phase.call(ops.wait, (value, flat.name), flat=flat, by=by, name=f"reduced_{flat.name}")
+        phase.call(ops.accumulate_grad, (value, flat.name), flat=flat, by=by, num_bytes=shard_bytes)
+
+
+def insert_presence(schedule: Schedule, flats: Sequence[str], by: str) -> None:
+    """Ask at the start of backward which gradients of these FlatParameters exist on any rank, and tell each ACC."""
+    phase = schedule.backward
+    assert phase is not None
+    flattens, ends = [[phase.one(kind, flat) for flat in flats] for kind in ("flatten_grads", "accumulate_grad")]
+    gradients = [list(node.args[0]) for node in flattens if node is not None]  # type: ignore[arg-type]
+    everything = [g for grads in gradients for g in grads]
+    with phase.graph.inserting_before(next(n for n in phase.graph.nodes if n.op != "placeholder")):
+        pending = phase.call(
+            ops.presence, ([g is not None for g in everything],), flat=None, by=by, num_bytes=len(everything)
+        )
+        pending.meta["gradients"] = everything
+    first = min(node for node in phase.nodes("accumulate_grad"))
+    # Before what ends the first reduce, so that asking is over by then.
+    with phase.graph.inserting_before(first.args[0] if info(first.args[0]).kind == "wait" else first):  # type: ignore[arg-type]
+        present = phase.call(ops.wait, (pending, "presence"), flat=None, by=by, name="present")
+    start = 0
+    for grads, end in zip(gradients, ends):
+        assert end is not None
+        end.args = (*end.args[:2], present, start)
+        start += len(grads)

@@ -121,7 +121,7 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
             elif found.flat not in schedule.resident:
                 add(node, phase.one("free", found.flat) or phase.output, found.num_bytes)
         elif found.kind in ("flatten_grads", "reduce_scatter", "all_reduce"):
-            end = phase.one("accumulate_grad", found.flat)
+            end = phase.landing(found.flat)
             assert end is not None
             if found.kind == "flatten_grads":
                 value = end.args[0]  # with a collective, the wait: what it read is no longer needed

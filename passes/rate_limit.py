@@ -151,7 +151,7 @@ def counted(schedule: Schedule, gather: fx.Node) -> dict[str, int]:
 
 def _completion(phase: Phase, flat: str) -> list[fx.Node]:
     """The compute-queue WAIT of a reduce and what hands the gradient out; nothing where no collective is needed."""
-    accumulate = phase.one("accumulate_grad", flat)
-    assert accumulate is not None
-    extra = [n for n in accumulate.all_input_nodes if info(n).kind == "wait"]
-    return [*sorted(extra), accumulate]
+    landing = phase.landing(flat)
+    assert landing is not None
+    extra = [n for n in landing.all_input_nodes if info(n).kind == "wait"]
+    return [*sorted(extra), landing]

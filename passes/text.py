@@ -10,6 +10,7 @@ from fxshard.errors import PassError
 from fxshard.options import did_you_mean
 from fxshard.passes.backward_prefetch import BackwardPrefetch
 from fxshard.passes.base import Pass
+from fxshard.passes.defer_reduces import DeferReduces
 from fxshard.passes.forward_overlap import ForwardOverlap
 from fxshard.passes.insert_frees import InsertFrees
 from fxshard.passes.insert_gathers import InsertGathers
@@ -17,6 +18,7 @@ from fxshard.passes.insert_reduces import InsertReduces
 from fxshard.passes.keep_root_resident import KeepRootResident
 from fxshard.passes.plan_memory import PlanMemory
 from fxshard.passes.rate_limit import RateLimit
+from fxshard.passes.take_kept import TakeKept
 
 BY_NAME: dict[str, type[Pass]] = {
     p.name: p
@@ -29,9 +31,11 @@ BY_NAME: dict[str, type[Pass]] = {
         ForwardOverlap,
         RateLimit,
         PlanMemory,
+        DeferReduces,
+        TakeKept,
     )
 }
-"""fxshard's own passes, in the order of the default pipeline."""
+"""fxshard's own passes: the default pipeline in its order, then those of gradient accumulation."""
 
 
 def parse(text: str) -> Pass:

@@ -139,12 +139,12 @@ class DirectGroup:
         return lambda: Exchange(self.post(sends, receives), finish)
 
     def bind_all_reduce(
-        self, value: Tensor, staging: Tensor, helper: ThreadPoolExecutor
+        self, value: Tensor, staging: Tensor, helper: ThreadPoolExecutor, before: Callable[[], object] | None = None
     ) -> Callable[[Pending | None], Pending]:
         """value (n,) -> its sum over the group, in place: each rank sums one part of it and sends the part back to all.
 
         staging: ((size - 1) * ceil(n / size),) of value's dtype. The two rounds run in `helper`, so that the second one
-        does not wait for the compute thread; `previous` is waited for there first.
+        does not wait for the compute thread; `previous` is waited for there first, and then `before` is called.
         """
         bounds = self._parts(value.numel())
         parts = [value[a:b] for a, b in bounds]
@@ -159,6 +159,8 @@ class DirectGroup:
         def run(previous: Pending | None) -> None:
             if previous is not None:
                 previous.wait()
+            if before is not None:
+                before()
             Exchange(self.post(out_sends, out_receives)).wait()
             if mine.numel():
                 chunk_sum(ordered, mine)

@@ -147,9 +147,16 @@ class GlooWorld(DistributedWorld):
         issue = self.shard_exchange.bind_reduce_scatter(buffer, out, staging)
         return lambda previous: issue()
 
-    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
+    def bind_all_reduce(
+        self,
+        flat: FlatParameter,
+        value: Tensor,
+        staging: Tensor | None,
+        kept: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> Issue:
         assert staging is not None
-        return self.replica_exchange.bind_all_reduce(value, staging, self.helper)
+        add = None if kept is None else lambda: value.add_(kept()[0])
+        return self.replica_exchange.bind_all_reduce(value, staging, self.helper, add)
 
 
 class NcclWorld(DistributedWorld):
@@ -190,8 +197,16 @@ class NcclWorld(DistributedWorld):
 
         return issue
 
-    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
+    def bind_all_reduce(
+        self,
+        flat: FlatParameter,
+        value: Tensor,
+        staging: Tensor | None,
+        kept: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> Issue:
         def issue(previous: Any) -> Pending:
+            if kept is not None:
+                value.add_(kept()[0])
             dist.all_reduce(value, group=self.replica_group)
             return DONE
 

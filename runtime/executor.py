@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard.ir import FlatParameter, Phase, Schedule, Slot, ops
+from fxshard.ir import Accumulation, FlatParameter, Phase, Schedule, Slot, ops
 from fxshard.ir.layout import aligned
-from fxshard.ir.nodes import info
+from fxshard.ir.nodes import info, takes_kept
 from fxshard.ir.specialise import specialise
 from fxshard.parameter import Generation
 from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
@@ -30,15 +30,21 @@ from fxshard.runtime.storage import FlatStorage
 from fxshard.runtime.streams import QUEUES, CudaStreams, Streams
 from fxshard.runtime.world import Pending, World
 
+NOTHING_KEPT = Accumulation()
+
 
 class Executor:
     """Memory, streams and collectives of one model on this process; programs are made for its schedules."""
 
     def __init__(
         self, storages: dict[str, FlatStorage], world: World, generation: Generation, *, debug: bool = False,
-        streams: Streams | None = None,
+        streams: Streams | None = None, derive: Callable[[Schedule, Accumulation], Schedule] | None = None,
     ):  # fmt: skip
         self.storages, self.world, self.generation, self.debug = storages, world, generation, debug
+        self.derive = derive
+        self.keep = ""
+        """What backward does with gradients now: '' reduces them, else see `Accumulation.keep`. Set by `no_sync`."""
+        self.kept = generation.kept
         on_cuda = world.device.type == "cuda"
         self.streams = streams or (CudaStreams(world.device) if on_cuda else Streams())
         self.arena = self._memory(0)
@@ -64,6 +70,27 @@ class Executor:
         program = Program(self, schedule, root)
         self.programs.append(program)
         return program
+
+    def accumulation(self, schedule: Schedule) -> Accumulation:
+        """What the next backward does with its gradients and with those kept before it."""
+        if not self.keep and not self.kept:
+            return NOTHING_KEPT
+        for kept in list(self.kept.values()):
+            kept.settle()
+        whole = {name for name, kept in self.kept.items() if self.world.contributor in kept.whole}
+        shards = {name for name, kept in self.kept.items() if kept.shards}
+        keep = self.keep
+        if keep == "sharded":
+            keep = "unsharded" if schedule.F == 1 else "" if schedule.replicas == 1 else keep
+        if keep == "unsharded":
+            return Accumulation(keep)
+        if not keep and not whole and not shards:
+            return NOTHING_KEPT
+        if keep == "sharded":
+            assert schedule.backward is not None
+            reduced = {info(n).flat for n in schedule.backward.nodes("flatten_grads")}
+            return Accumulation(keep, frozenset(whole & reduced))
+        return Accumulation("", frozenset(whole), frozenset(shards))
 
     def reserve(self, num_bytes: int) -> None:
         """Make the arena at least this large; programs lowered before are bound anew to a larger one."""
@@ -102,8 +129,12 @@ class Program:
 
     def __init__(self, executor: Executor, schedule: Schedule, root: nn.Module):
         self.executor, self.schedule, self.root = executor, schedule, root
+        self.derived: dict[Accumulation, Schedule] = {}
+        """What `no_sync` made of the schedule: the backwards of an accumulation, by what each does."""
+        self._running = schedule
+        """The schedule of the backward that runs next: `schedule`, or one of `derived`."""
         self._forward: Lowered | None = None
-        self._backward: dict[tuple[bool, ...], Lowered] = {}
+        self._backward: dict[tuple[Schedule, tuple[bool, ...]], Lowered] = {}
 
     def unbind(self) -> None:
         """Forget lowered code: buffers have moved or are to be observed."""
@@ -113,6 +144,7 @@ class Program:
     def replace(self, schedule: Schedule) -> None:
         """Run another schedule of the same captured call from the next forward on."""
         self.schedule = schedule
+        self.derived.clear()
         self.unbind()
 
     def source(self, phase: str = "forward", given: tuple[bool, ...] | None = None) -> str:
@@ -124,23 +156,33 @@ class Program:
         backward = self.schedule.backward
         if backward is None:
             raise ValueError("this schedule has no backward: it was captured under no_grad or inference_mode")
-        return self._backward_code(given or (True,) * len(backward.nodes("tangent"))).source
+        return self._backward_code(self.schedule, given or (True,) * len(backward.nodes("tangent"))).source
 
     def _forward_code(self) -> Lowered:
         if self._forward is None:
-            self._forward = self._lower(self.schedule.forward)
+            self._forward = self._lower(self.schedule.forward, self.schedule)
         return self._forward
 
-    def _backward_code(self, given: tuple[bool, ...]) -> Lowered:
-        if given not in self._backward:
-            phase = self.schedule.backward
+    def _backward_code(self, schedule: Schedule, given: tuple[bool, ...]) -> Lowered:
+        if (schedule, given) not in self._backward:
+            phase = schedule.backward
             assert phase is not None
-            self._backward[given] = self._lower(phase if all(given) else specialise(phase, given))
-        return self._backward[given]
+            self._backward[schedule, given] = self._lower(phase if all(given) else specialise(phase, given), schedule)
+        return self._backward[schedule, given]
 
-    def _lower(self, phase: Phase) -> Lowered:
-        self.executor.reserve(self.schedule.memory.arena_bytes)
-        return lower(phase, self.root, _Binder(self.executor, self.schedule, phase).bind())
+    def _lower(self, phase: Phase, schedule: Schedule) -> Lowered:
+        self.executor.reserve(schedule.memory.arena_bytes)
+        return lower(phase, self.root, _Binder(self.executor, schedule, phase).bind())
+
+    def _accumulating(self) -> Schedule:
+        """The schedule of a backward that keeps gradients, or takes kept ones in; made when first needed."""
+        what = self.executor.accumulation(self.schedule)
+        if what is NOTHING_KEPT:
+            return self.schedule
+        if what not in self.derived:
+            assert self.executor.derive is not None
+            self.derived[what] = self.executor.derive(self.schedule, what)
+        return self.derived[what]
 
     # -- one call
 
@@ -161,12 +203,13 @@ class Program:
         if schedule is not self.schedule:
             raise RuntimeError("the schedule was replaced between forward and backward: run forward again")
         self.executor.skipped = skipped
+        self._running = self._accumulating()
 
     def forward(self, arguments: list[Any]) -> Sequence[Any]:
         return self._run("forward", self._forward_code(), arguments)
 
     def backward(self, arguments: list[Any], given: tuple[bool, ...]) -> Sequence[Any]:
-        return self._run("backward", self._backward_code(given), arguments)
+        return self._run("backward", self._backward_code(self._running, given), arguments)
 
     def _run(self, name: str, code: Lowered, arguments: list[Any]) -> Sequence[Any]:
         executor = self.executor
@@ -192,6 +235,8 @@ class Program:
             return results
         except BaseException as error:
             streams.synchronize()  # collectives under way still write to buffers of the next phase
+            for kept in list(executor.kept.values()):  # a part of it may be reduced
+                kept.clear()
             if executor.world.W > 1 and executor.world.kind != "virtual":
                 executor.broken = f"{name} was interrupted by {type(error).__name__}: {error}"
             raise
@@ -435,11 +480,59 @@ class _Binder:
         scale, before = 1.0 / divisor, self._before(node, "compute")
         label, done = self._label(node), _done(node)
 
+        def add_kept(gradients: Sequence[Tensor | None]) -> None:
+            before()
+            streams.touch("compute", label, True)
+            total = storage.kept.take_whole()
+            flatten_cast_scale(
+                self._wanted(storage, gradients), flat.offsets, numels, total, scale, strides=strides, plan=plan,
+                accumulate=True,
+            )  # fmt: skip
+            cast_shard(total, out)
+            events[done] = streams.record("compute")
+
+        if takes_kept(node):
+            return add_kept
+
         def run(gradients: Sequence[Tensor | None]) -> None:
             before()
             streams.touch("compute", label, True)
             flatten_cast_scale(gradients, flat.offsets, numels, out, scale, strides=strides, plan=plan)
             events[done] = streams.record("compute")
+
+        return run
+
+    def _wanted(self, storage: FlatStorage, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients but those that this backward was not asked for."""
+        skipped = self.executor.skipped
+        return [None if fqn in skipped else g for fqn, g in zip(storage.flat.fqns, gradients)] if skipped else gradients
+
+    def _keep_grads(self, node: fx.Node) -> Callable[..., Any]:
+        storage = self._flat(node)
+        flat = storage.flat
+        plan = FlattenPlan(flat.offsets, [p.numel for p in flat.parameters], flat.padded_numel, self.world.device)
+        divisor: Any = node.args[4]
+        scale = 1.0 / divisor
+
+        def run(gradients: Sequence[Tensor | None]) -> None:
+            storage.kept.keep_whole(self._wanted(storage, gradients), scale, plan)
+
+        return run
+
+    def _keep_shard(self, node: fx.Node) -> Callable[..., Any]:
+        storage, world, streams, executor = self._flat(node), self.world, self.streams, self.executor
+        source: Any = node.args[0]
+        value, label = self.buffers[source], self._label(source)
+        flatten = self.phase.one("flatten_grads", storage.flat.name)
+        assert flatten is not None
+        present = [g is not None for g in flatten.args[0]]  # type: ignore[union-attr]
+
+        def run() -> None:
+            streams.touch("compute", label, False)
+            skipped = executor.skipped
+            storage.kept.note([p and fqn not in skipped for p, fqn in zip(present, storage.flat.fqns)])
+            if world.completes():
+                storage.kept.keep_shards(world.reduced_shards(storage.flat, value))
 
         return run
 
@@ -488,7 +581,8 @@ class _Binder:
         self.buffers[node] = value
         slot = node.meta.get("slot")
         staging = self.executor.slot(slot, value.dtype, slot.num_bytes // value.dtype.itemsize) if slot else value[:0]
-        issue, before = self.world.bind_all_reduce(storage.flat, value, staging), self._before(node, "replicate")
+        kept = (lambda: storage.kept.shards) if takes_kept(node) else None
+        issue, before = self.world.bind_all_reduce(storage.flat, value, staging, kept), self._before(node, "replicate")
         label, done = self._label(node), _done(node)
         ready = _done(source) if info(source).kind != "wait" else None
 
@@ -514,6 +608,17 @@ class _Binder:
         static = [g is not None for g in self._gradients(info(node).flat or "")]
         missing, label = not all(static), self._label(source)
 
+        taken = {*self.schedule.accumulation.kept, *self.schedule.accumulation.kept_shards}
+
+        def end_accumulation(present: list[bool]) -> None:
+            streams.touch("compute", label, False)
+            if world.completes():
+                storage.kept.clear()
+                accumulate(present[start:stop])
+
+        if taken:  # then `presence` knows what is kept and what is skipped
+            return end_accumulation
+
         def run(present: list[bool] | None = None) -> None:
             streams.touch("compute", label, False)
             if world.completes():
@@ -533,7 +638,23 @@ class _Binder:
 
     def _presence(self, node: fx.Node) -> Callable[..., Any]:
         flags: Any = node.args[0]
-        return lambda: self.world.presence(flags)
+        world, executor = self.world, self.executor
+        accumulation = self.schedule.accumulation
+        if not (accumulation.kept or accumulation.kept_shards):
+            return lambda: world.presence(flags)
+        ends = sorted(self.phase.nodes("accumulate_grad"), key=lambda n: n.args[3])  # type: ignore[arg-type, return-value]
+        places = [
+            (storage.kept, i, fqn)
+            for n in ends
+            for storage in [self._flat(n)]
+            for i, fqn in enumerate(storage.flat.fqns)
+        ]
+
+        def run() -> Callable[[], list[bool]]:
+            own = (flag and fqn not in executor.skipped for flag, (_, _, fqn) in zip(flags, places, strict=True))
+            return world.presence([a or kept.present(i) for a, (kept, i, _) in zip(own, places)])
+
+        return run
 
 
 def _done(node: fx.Node) -> str:

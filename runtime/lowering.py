@@ -127,7 +127,7 @@ def _is_variable(node: fx.Node) -> bool:
 def _communication(node: fx.Node, key: str, text: Callable[[Any], str]) -> str:
     """What each kind passes at run time; its buffers are bound."""
     kind = info(node).kind
-    if kind == "flatten_grads":
+    if kind in ("flatten_grads", "keep_grads"):
         return f"{key}({text(list(node.args[0]))})"  # type: ignore[arg-type]
     if kind in ("all_gather", "reduce_scatter", "presence"):
         return f"{identifier(node.name)} = {key}()"

@@ -135,7 +135,16 @@ class VirtualWorld(World):
 
         return issue
 
-    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
+    def reduced_shards(self, flat: FlatParameter, value: Tensor) -> Sequence[Tensor]:
+        return self._scattered[flat.name] if self.data_ranks > 1 and self.replicas > 1 else [value]
+
+    def bind_all_reduce(
+        self,
+        flat: FlatParameter,
+        value: Tensor,
+        staging: Tensor | None,
+        kept: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> Issue:
         def issue(previous: Any) -> Pending:
             if self.data_ranks == 1:
                 return DONE
@@ -143,6 +152,9 @@ class VirtualWorld(World):
                 parts = self._contribute(flat.name, value)
             else:
                 parts = self._scattered[flat.name] if self.completes() else None
+            if parts is not None and kept is not None:
+                for part, more in zip(parts, kept(), strict=True):
+                    part.add_(more)
             if parts is not None:
                 chunk_sum(parts, value)
             return DONE

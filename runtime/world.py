@@ -42,6 +42,8 @@ class World(ABC):
     replica_rank: int = 0
     data_ranks: int
     held: int
+    contributor: int = 0
+    """Whose batch is running, where one process runs those of several ranks."""
     device: torch.device
     kind: str
 
@@ -64,6 +66,10 @@ class World(ABC):
             return full
         start = self.shard_rank * flat.shard_numel
         return full[start : start + flat.shard_numel]
+
+    def reduced_shards(self, flat: FlatParameter, value: Tensor) -> Sequence[Tensor]:
+        """What the ReduceScatter into `value` has summed, a tensor for each replica that this process stands for."""
+        return [value]
 
     def completes(self) -> bool:
         """Whether the backward under way ends with reduced gradients."""
@@ -88,8 +94,15 @@ class World(ABC):
         In rank order and fp32 or wider, except over NCCL, which adds in the dtype and order of its own choice."""
 
     @abstractmethod
-    def bind_all_reduce(self, flat: FlatParameter, value: Tensor, staging: Tensor | None) -> Issue:
-        """value -> the sum over the replicate group, in place."""
+    def bind_all_reduce(
+        self,
+        flat: FlatParameter,
+        value: Tensor,
+        staging: Tensor | None,
+        kept: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> Issue:
+        """value -> the sum over the replicate group, in place. `kept` gives what is to be added to value first: one tensor
+        of its size, or one for each replica that this process stands for."""
 
     @abstractmethod
     def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:

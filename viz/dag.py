@@ -46,7 +46,7 @@ VIA = "via"
 
 COLUMNS = (
     *("CAST", VIA, "AG", "WAIT AG", "FWD", "GRAD", "FREE", "FLAT", "RS", "WAIT RS", "AR", "WAIT AR"),
-    *("ANY", "WAIT ANY", "ACC"),
+    *("ANY", "WAIT ANY", "ACC", "KEEP"),
 )
 """Columns of a phase; those with no node are left out."""
 

@@ -35,9 +35,13 @@ MARKS = {
     "wait": ("WAIT", "for a collective"),
     "flatten_grads": ("FLAT", "gradients into one buffer"),
     "accumulate_grad": ("ACC", "reduced gradient into .grad"),
+    "keep_grads": ("KEEP", "whole gradients, for a later reduce"),
+    "keep_shard": ("KEEP", "a sum of the shard group, for a later reduce"),
 }
 
-ABOVE, BELOW = ("cast_shard", "presence", "free", "wait-down"), ("wait-up", "accumulate_grad", "flatten_grads")
+ABOVE, BELOW = ("cast_shard", "presence", "free", "wait-down"), (
+    "wait-up", "accumulate_grad", "flatten_grads", "keep_grads", "keep_shard"
+)  # fmt: skip
 """Rows of marks over and under the bars, downwards; a WAIT stands on the side of the queue it waits for."""
 
 LONGEST_NAME = 24
@@ -328,7 +332,7 @@ def mark_shape(row: str, x: float, y: float, s: float) -> str:
         return polygon((-1, -1), (1, -1), (0, 1))
     if row in ("wait-up", "wait"):
         return polygon((-1, 1), (1, 1), (0, -1))
-    if row == "accumulate_grad":
+    if row in ("accumulate_grad", "keep_grads", "keep_shard"):
         return polygon((0, -1.1), (1.1, 0), (0, 1.1), (-1.1, 0))
     if row == "free":
         radius, across = number(s * 0.9), number(s * 1.8)

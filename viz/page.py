@@ -41,7 +41,7 @@ SHEET = "".join(
         f".exposed{{fill:url(#hatch);stroke:{style.EXPOSED}}}",
         f".wait,.accumulate_grad,.cast_shard,.presence{{fill:{style.INK};stroke:none}}",
         f".free{{fill:{style.PAPER};stroke:{style.INK};stroke-width:1.1}}",
-        f".flatten_grads{{fill:{style.GRADIENTS};stroke:none}}",
+        f".flatten_grads,.keep_grads,.keep_shard{{fill:{style.GRADIENTS};stroke:none}}",
         f".arrow{{fill:none;stroke:{style.INK};opacity:.55}}.limit{{stroke-dasharray:3 2}}",
         f".grid{{stroke:{style.GRID}}}.edge,.split{{stroke:{style.EDGE}}}.split{{stroke-dasharray:5 4}}",
         f".band{{fill:#eef1f4}}.gathered{{fill:{style.GATHERED};fill-opacity:.22;stroke:none}}",

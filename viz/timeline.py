@@ -341,7 +341,7 @@ class _Lives:
                     frees = [one[("free", flat)] for flat in kept if ("free", flat) in one]
                     self._add(node, max(frees, default=None), "gathered")
             elif found.kind in ("flatten_grads", "reduce_scatter", "all_reduce"):
-                end = one.get(("accumulate_grad", found.flat or ""))
+                end = one.get(("accumulate_grad", found.flat or "")) or one.get(("keep_shard", found.flat or ""))
                 if found.kind == "flatten_grads" and end is not None and schedule.F > 1:
                     end = cast(fx.Node, end.args[0])  # once reduced, only the shard is needed
                 self._add(node, end, "gradients")

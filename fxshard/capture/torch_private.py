@@ -277,3 +277,13 @@ def tensor_uses(tensor: torch.Tensor) -> int:
 def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     """The parameter's tensor hooks and its post-accumulate-grad hooks, by handle id."""
     return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each tensor, 0-d, in one call."""
+    return list(torch._foreach_norm(list(tensors), order))
+
+
+def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """gradients *= inverse, in place; found_inf becomes 1 where an element is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse)

@@ -22,7 +22,7 @@ from fxshard.ir import ops
 from fxshard.ir.layout import FlatParameter, ParameterSpec
 from fxshard.ir.nodes import INFO, NodeInfo, Slot, hint, user_line
 from fxshard.ir.phase import Phase
-from fxshard.ir.schedule import MemoryPlan, Origin, PassRecord, Remark, Schedule
+from fxshard.ir.schedule import Accumulation, MemoryPlan, Origin, PassRecord, Remark, Schedule
 
 FORMAT, VERSION = "fxshard schedule", 1
 
@@ -33,6 +33,7 @@ _Overload = type(torch.ops.aten.mm.default)
 
 _PLAIN = (
     "W", "F", "rate_limit", "rate_limit_bytes", "needs_presence", "direct_exchange", "held_shards", "num_batches",
+    "gradient_divisor",
 )  # fmt: skip
 
 
@@ -51,6 +52,10 @@ def schedule_to_document(schedule: Schedule) -> dict[str, Any]:
         "history": [_record_out(record) for record in schedule.history],
         "remarks": [dataclasses.asdict(remark) for remark in schedule.remarks],
         "memory": dataclasses.asdict(schedule.memory),
+        "accumulation": {
+            name: value if isinstance(value, str) else sorted(value)
+            for name, value in dataclasses.asdict(schedule.accumulation).items()
+        },
         "gradients": {fqn: node.name for fqn, node in schedule.gradients.items()},
         "parameter_outputs": sorted(schedule.parameter_outputs),
         "agreed": None if schedule.agreed is None else list(schedule.agreed),
@@ -99,6 +104,10 @@ def _schedule_in(document: Mapping[str, Any]) -> Schedule:
         history=[PassRecord(**{**r, "lines": tuple(r["lines"])}) for r in document["history"]],
         remarks=[Remark(**r) for r in document["remarks"]],
         memory=MemoryPlan(**document["memory"]),
+        accumulation=Accumulation(
+            document["accumulation"]["keep"],
+            *(frozenset(document["accumulation"][name]) for name in ("kept", "kept_shards")),
+        ),
         gradients={fqn: nodes[name] for fqn, name in document["gradients"].items()},
         parameter_outputs=frozenset(document["parameter_outputs"]),
         agreed=None if document["agreed"] is None else tuple(document["agreed"]),

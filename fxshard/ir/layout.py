@@ -67,6 +67,8 @@ class FlatParameter:
     F: int
     offsets: tuple[int, ...]
     padded_numel: int
+    accumulate_dtype: torch.dtype
+    """What gradients of several backwards are added up in, before they are rounded to the dtype of `.grad`."""
 
     @staticmethod
     def build(
@@ -77,12 +79,14 @@ class FlatParameter:
         F: int,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        accumulate_dtype: torch.dtype | None = None,
     ) -> FlatParameter:
         """Lay `parameters` (one dtype, registration order) out: each piece and each rank's shard starts 16-byte
         aligned."""
         dtype, requires_grad = parameters[0].dtype, parameters[0].requires_grad
         assert all(p.dtype == dtype for p in parameters)
         param_dtype, reduce_dtype = param_dtype or dtype, reduce_dtype or dtype
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
         alignment = max(1, *(ALIGNMENT_BYTES // d.itemsize for d in (dtype, param_dtype, reduce_dtype)))
         offsets, end = [], 0
         for p in parameters:
@@ -90,8 +94,9 @@ class FlatParameter:
             end += math.ceil(p.numel / alignment) * alignment
         padded = math.ceil(end / (F * alignment)) * F * alignment
         return FlatParameter(
-            name, unit, is_root, dtype, param_dtype, reduce_dtype, requires_grad, parameters, F, tuple(offsets), padded
-        )
+            name, unit, is_root, dtype, param_dtype, reduce_dtype, requires_grad, parameters, F, tuple(offsets), padded,
+            accumulate_dtype or wide,
+        )  # fmt: skip
 
     @property
     def shard_numel(self) -> int:

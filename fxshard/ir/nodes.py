@@ -96,6 +96,12 @@ def describe(node: fx.Node) -> str:
     return node.name
 
 
+def takes_kept(node: fx.Node) -> bool:
+    """Whether a FLAT or an AR adds what earlier backwards kept."""
+    position = {"flatten_grads": 5, "all_reduce": 2}.get(info(node).kind, len(node.args))
+    return len(node.args) > position and bool(node.args[position])
+
+
 def bytes_text(num_bytes: float) -> str:
     """1536 -> '1.5 KiB'."""
     for suffix in ("B", "KiB", "MiB", "GiB"):

@@ -12,10 +12,12 @@ and one of names, and each member has a `wait`, views and a `free` of its own.
 | wait | compute, replicate | the queue waits for a pending result and returns it |
 | param_view | - | zero-copy view of one parameter: offset, shape, stride |
 | free | compute | after the last use: the slot may be reused once this point is reached |
-| flatten_grads | compute | gradients to the flat buffer (padded numel,), cast, divided by `divisor` |
+| flatten_grads | compute | gradients to the flat buffer (padded numel,), cast, divided by `divisor`, with what was `kept` |
 | reduce_scatter | reduce | issue; sum within the shard group, this rank's (S,) |
-| all_reduce | replicate | issue; sum across the replicate group |
+| all_reduce | replicate | issue; sum across the replicate group, with what was `kept` |
 | accumulate_grad | compute | the reduced shard becomes, or is added to, `.grad` |
+| keep_grads | compute | gradients, divided, are added to what is kept unsharded until a later backward reduces it |
+| keep_shard | compute | the sum of the shard group is added to what is kept until a later backward's AllReduce |
 | presence | replicate | which gradients exist on any rank; only where outputs reach different parameters |
 | throttle | unshard | the next issue may not happen before that free is reached |
 """
@@ -52,7 +54,12 @@ def free(full: Tensor, flat: str) -> None:
 
 
 def flatten_grads(
-    grads: Sequence[Tensor | None], flat: str, offsets: Sequence[int], padded_numel: int, divisor: int
+    grads: Sequence[Tensor | None],
+    flat: str,
+    offsets: Sequence[int],
+    padded_numel: int,
+    divisor: float,
+    kept: bool = False,
 ) -> Tensor:
     example = next(g for g in grads if g is not None)
     out = example.new_zeros(padded_numel)
@@ -66,11 +73,21 @@ def reduce_scatter(buffer: Tensor, flat: str) -> Tensor:
     return buffer
 
 
-def all_reduce(shard: Tensor, flat: str) -> Tensor:
+def all_reduce(shard: Tensor, flat: str, kept: bool = False) -> Tensor:
     return shard
 
 
 def accumulate_grad(shard: Tensor, flat: str, present: Any = None, start: int = 0) -> None:
+    return None
+
+
+def keep_grads(
+    grads: Sequence[Tensor | None], flat: str, offsets: Sequence[int], padded_numel: int, divisor: float
+) -> None:
+    return None
+
+
+def keep_shard(shard: Tensor, flat: str) -> None:
     return None
 
 
@@ -94,6 +111,8 @@ KINDS: dict[Callable[..., Any], str] = {
         reduce_scatter,
         all_reduce,
         accumulate_grad,
+        keep_grads,
+        keep_shard,
         presence,
         throttle,
     )
@@ -142,6 +161,8 @@ LABELS = {
     "reduce_scatter": "RS",
     "all_reduce": "AR",
     "accumulate_grad": "ACC",
+    "keep_grads": "KEEP",
+    "keep_shard": "KEEP",
     "presence": "ANY",
     "throttle": "LIMIT",
 }

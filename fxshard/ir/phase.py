@@ -136,6 +136,10 @@ class Phase:
             raise ScheduleError(f"{describe(collective)} has {len(waits)} waits, not one")
         return waits[0]
 
+    def landing(self, flat: str) -> fx.Node | None:
+        """Where the reduced gradient of `flat` ends: its ACC, or the KEEP of its shard; None where nothing is reduced."""
+        return self.one("accumulate_grad", flat) or self.one("keep_shard", flat)
+
     def first_use(self, flat: str) -> fx.Node | None:
         """The first operator of the model that reads a parameter of `flat`, or None."""
         uses = [u for v in self.views(flat) for u in v.users if info(u).kind == "compute"]

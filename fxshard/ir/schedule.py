@@ -107,6 +107,26 @@ class MemoryPlan:
     """Most bytes of unsharded gradients and reduce staging alive at once."""
     saved_weight_bytes: int = 0
     """What forward keeps for backward because it is made from a parameter and data together; outside the arena."""
+    kept_bytes: int = 0
+    """Gradients that stay behind until a later backward reduces them; outside the arena."""
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """What one backward of several does with gradients, where their communication is put off."""
+
+    keep: str = ""
+    """`unsharded`: nothing is reduced, each rank keeps its whole gradients. `sharded`: they are reduced in the shard group,
+    and that sum is kept. '': they are reduced and reach `.grad`."""
+    kept: frozenset[str] = frozenset()
+    """FlatParameters whose unsharded gradients, kept before, this backward adds to its own and reduces."""
+    kept_shards: frozenset[str] = frozenset()
+    """FlatParameters whose sums of the shard group, kept before, go into the AllReduce."""
+
+    def __str__(self) -> str:
+        counted = ((self.kept, "unsharded"), (self.kept_shards, "sharded"))
+        taken = [f"takes what {len(flats)} units kept {how}" for flats, how in counted if flats]
+        return ", ".join(([f"keeps gradients {self.keep}"] if self.keep else []) + taken)
 
 
 @dataclass(eq=False)
@@ -141,7 +161,11 @@ class Schedule:
     established: set[str] = field(default_factory=set)
     """What the passes that ran provide."""
     num_batches: int = 1
-    """Ranks that bring a batch: what each gradient is divided by, once."""
+    """Ranks that bring a batch."""
+    gradient_divisor: float | None = None
+    """What each gradient is divided by, once; None = `num_batches`."""
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    """Which gradients stay behind for a later backward, and which of earlier ones this one takes in."""
     origin: dict[str, Origin] = field(default_factory=dict)
     """What each phase had to do when it was captured, by phase."""
     agreed: tuple[str, ...] | None = None
@@ -177,6 +201,11 @@ class Schedule:
         """R = W / F: ranks that hold the same shard."""
         return self.W // self.F
 
+    @property
+    def divisor(self) -> float:
+        """What each gradient is divided by, once."""
+        return self.num_batches if self.gradient_divisor is None else self.gradient_divisor
+
     def reduced_dtype(self, flat: FlatParameter) -> torch.dtype:
         """What a ReduceScatter's sum is rounded to: the dtype to sum further across replicas in, or that of `.grad`."""
         return flat.reduce_dtype if self.replicas > 1 else flat.dtype
@@ -189,7 +218,8 @@ class Schedule:
     def unplan(self) -> None:
         """Forget the memory plan: the order has changed, or will."""
         self.established.discard("memory-planned")
-        self.memory = MemoryPlan(saved_weight_bytes=self.memory.saved_weight_bytes)
+        memory = self.memory
+        self.memory = MemoryPlan(saved_weight_bytes=memory.saved_weight_bytes, kept_bytes=memory.kept_bytes)
         for phase in self.phases:
             for node in phase.graph.nodes:
                 node.meta.pop("slot", None)

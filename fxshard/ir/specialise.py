@@ -38,7 +38,7 @@ def specialise(phase: Phase, given: Sequence[bool]) -> Phase:
             continue
         inputs = set(flatten_nodes((node.args, node.kwargs)))
         kind = info(node).kind
-        if kind == "flatten_grads":
+        if kind in ("flatten_grads", "keep_grads"):
             node.update_arg(0, [None if g in absent else g for g in node.args[0]])
             continue
         if kind != "compute" or not inputs & depends:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import ops
-from fxshard.ir.nodes import bytes_text, describe, hint, info, user_line
+from fxshard.ir.nodes import bytes_text, describe, hint, info, takes_kept, user_line
 from fxshard.ir.phase import Phase
 from fxshard.ir.schedule import Schedule
 
@@ -86,6 +86,7 @@ def memory_line(schedule: Schedule) -> str:
         f"  peak gathered {bytes_text(memory.peak_gathered_bytes)}"
         f"  peak gradients {bytes_text(memory.peak_gradient_bytes)}"
         + (f"  weights kept {bytes_text(memory.saved_weight_bytes)}" if memory.saved_weight_bytes else "")
+        + (f"  gradients kept {bytes_text(memory.kept_bytes)}" if memory.kept_bytes else "")
     )
 
 
@@ -111,7 +112,7 @@ def _communication(node: fx.Node) -> Row:
     if found.kind == "wait":
         note = f"for {ops.LABELS[info(node.args[0]).kind]}"  # type: ignore[arg-type]
     elif found.num_bytes:
-        note = bytes_text(found.num_bytes)
+        note = bytes_text(found.num_bytes) + ("  and what was kept" if takes_kept(node) else "")
     return Row(found.queue, ops.LABELS[found.kind], found.label, note, node)
 
 

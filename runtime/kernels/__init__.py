@@ -49,9 +49,12 @@ def flatten_cast_scale(
     *,
     strides: Sequence[Sequence[int]] | None = None,
     plan: FlattenPlan | None = None,
+    accumulate: bool = False,
     use_triton: bool | None = None,
 ) -> None:
     """out[offset : offset + numel] = gradient * scale in storage order, for every gradient; the rest of `out` = 0.
+
+    accumulate: add to `out` instead, each sum rounded once; what no gradient is for stays as it is.
 
     grads: one per piece, on one device and of one dtype, which may differ from out's; None counts as zeros. out:
     (total,) contiguous. strides: the stride each parameter has, dense and of the gradient's shape, in whose order the
@@ -72,13 +75,14 @@ def flatten_cast_scale(
     dtypes = {source.dtype for source in sources if source is not None}
     kernels = _kernels(out.device, use_triton)
     if not dtypes or out.numel() == 0:
-        out.zero_()
+        if not accumulate:
+            out.zero_()
     elif kernels is None:
         segments = segments_of(tuple(offsets), tuple(numels), out.numel()) if plan is None else plan.segments
-        reference.flatten_cast_scale(sources, segments, out, scale)
+        reference.flatten_cast_scale(sources, segments, out, scale, accumulate)
     else:
         plan = plan or FlattenPlan(offsets, numels, out.numel(), out.device)
-        kernels.flatten_cast_scale(sources, plan, dtypes.pop(), out, scale)
+        kernels.flatten_cast_scale(sources, plan, dtypes.pop(), out, scale, accumulate)
 
 
 @torch.no_grad()

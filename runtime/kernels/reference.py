@@ -24,9 +24,13 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_cast_scale(
-    sources: Sequence[torch.Tensor | None], segments: Sequence[Segment], out: torch.Tensor, scale: float
+    sources: Sequence[torch.Tensor | None],
+    segments: Sequence[Segment],
+    out: torch.Tensor,
+    scale: float,
+    accumulate: bool = False,
 ) -> None:
-    """out (total,) = each dense source's memory times `scale` at its segment, zeros elsewhere."""
+    """out (total,) = each dense source's memory times `scale` at its segment, zeros elsewhere; or is added to `out`."""
     sizes: list[int] = []
     pieces: list[torch.Tensor | None] = []
     for segment in segments:
@@ -42,7 +46,10 @@ def flatten_cast_scale(
             pieces.append(None)
     for target, piece in zip(out.split(sizes), pieces):
         if piece is None:
-            target.zero_()
+            if not accumulate:
+                target.zero_()
+        elif accumulate:
+            _add_scaled(storage_order(piece), scale, target)
         else:
             _scale_into(storage_order(piece), scale, target)
 
@@ -90,6 +97,17 @@ def _scale_into(source: torch.Tensor, scale: float, target: torch.Tensor) -> Non
                 result.copy_(piece).mul_(scale)
             else:
                 _round_into(piece.to(compute).mul(scale), result)
+
+
+def _add_scaled(source: torch.Tensor, scale: float, target: torch.Tensor) -> None:
+    """target (n,) += source (n,) * scale, product and sum in the compute dtype, the result rounded once."""
+    compute = torch.float64 if torch.float64 in (source.dtype, target.dtype) else torch.float32
+    for piece, result in _blocks(source, target):
+        scaled = piece.to(compute) if scale == 1.0 else piece.to(compute).mul(scale)
+        if result.dtype == compute:
+            result.add_(scaled)
+        else:
+            _round_into(result.to(compute).add_(scaled), result)
 
 
 def _round_into(source: torch.Tensor, target: torch.Tensor) -> None:

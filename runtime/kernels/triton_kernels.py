@@ -61,9 +61,11 @@ def flatten_cast_scale_kernel(
     scale: tl.float64,  # without the annotation a Python float arrives as fp32
     SOURCE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program writes one block of one segment: the piece times scale, then zeros to the segment's end.
+    """One program writes one block of one segment: the piece times scale, then zeros to the segment's end. If ADD, it adds
+    the piece times scale to what is there.
 
     addresses (segments,) int64, 0 for no piece; segment_table (segments, 4) int64; block_table (num_blocks,) int32; out
     (total,), written whole.
@@ -83,12 +85,18 @@ def flatten_cast_scale_kernel(
     if (left >= BLOCK) & (address % 16 == 0) & (start % WIDE == 0):  # See [Note: wide accesses]
         source = tl.multiple_of(address.to(tl.pointer_type(SOURCE)), 16) + begin
         x = tl.load(source + lanes).to(COMPUTE) * factor
-        tl.store(out + start // WIDE * WIDE + begin + lanes, _round(x, OUT))
+        target = out + start // WIDE * WIDE + begin + lanes
+        if ADD:
+            x += tl.load(target).to(COMPUTE)
+        tl.store(target, _round(x, OUT))
     else:
         source = address.to(tl.pointer_type(SOURCE)) + begin
         x = tl.load(source + lanes, mask=lanes < left, other=0.0).to(COMPUTE) * factor
         x = tl.where(lanes < left, x, 0.0)  # padding is zero even if scale is not finite
-        tl.store(out + start + begin + lanes, _round(x, OUT), mask=lanes < span - begin)
+        target = out + start + begin + lanes
+        if ADD:
+            x += tl.load(target, mask=lanes < span - begin, other=0.0).to(COMPUTE)
+        tl.store(target, _round(x, OUT), mask=lanes < span - begin)
 
 
 @triton.jit
@@ -161,7 +169,12 @@ def chunk_sum_table_kernel(
 
 
 def flatten_cast_scale(
-    sources: Sequence[torch.Tensor | None], plan: FlattenPlan, dtype: torch.dtype, out: torch.Tensor, scale: float
+    sources: Sequence[torch.Tensor | None],
+    plan: FlattenPlan,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    scale: float,
+    accumulate: bool = False,
 ) -> None:
     """As `reference.flatten_cast_scale`; dtype: that of all sources."""
     compute = torch.float64 if torch.float64 in (dtype, out.dtype) else torch.float32
@@ -174,6 +187,7 @@ def flatten_cast_scale(
             float(scale),
             SOURCE=_DTYPES[dtype],
             COMPUTE=_DTYPES[compute],
+            ADD=accumulate,
             BLOCK=BLOCK_NUMEL,
             **_OPTIONS,
         )

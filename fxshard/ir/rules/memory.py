@@ -72,7 +72,7 @@ def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem
                 names = ", ".join(map(repr, sorted(waiting)))
                 text = f"{len(waiting)} gradient buffers wait ({names}), the limit is rate_limit={schedule.rate_limit}"
                 problems.append((node, text))
-        elif kind == "accumulate_grad" or (
+        elif kind in ("accumulate_grad", "keep_shard") or (
             kind == "wait" and info(node).queue == "compute" and _is_reduce(node.args[0])
         ):
             waiting.discard(flat)

@@ -118,7 +118,7 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
         for node in phase.nodes("cast_shard", flat.name):
             if node.args[2] != flat.param_dtype:
                 problems.append((node, f"{describe(node)} casts to {node.args[2]}, not to {flat.param_dtype}"))
-        for node in phase.nodes("flatten_grads", flat.name):
+        for node in (*phase.nodes("flatten_grads", flat.name), *phase.nodes("keep_grads", flat.name)):
             if node.args[2:4] != (flat.offsets, flat.padded_numel):
                 problems.append((node, f"{describe(node)} lays gradients at {node.args[2]}, not at {flat.offsets}"))
     return problems

@@ -133,6 +133,35 @@ def test_flatten_one_piece_at_any_alignment(numel: int, head: int, shift: bool, 
     assert_same_bits(out, expected)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("shift", [False, True], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_flatten_adds_to_what_is_there(grad_dtype, out_dtype, shift: bool, scale: float, use_triton: bool) -> None:
+    """Each sum is rounded once; where there is no gradient, and between pieces, nothing changes."""
+    numels = (*SIZES, BLOCK_NUMEL + 1, 3, 40)
+    offsets, total = layout(numels, head=16, tail=BLOCK_NUMEL + 48)
+    grads = [random(n, grad_dtype, seed=n).abs() for n in numels]
+    grads = [misaligned(g) for g in grads] if shift else grads
+    given = [None if i in (2, len(numels) - 1) else g for i, g in enumerate(grads)]
+    before = random(total, out_dtype, seed=99).abs()
+    out, expected = before.clone(), before.clone()
+    compute = compute_dtype(grad_dtype, out_dtype)
+    factor = torch.tensor(scale, dtype=compute, device=DEVICE)
+    for grad, offset, n in zip(given, offsets, numels):
+        if grad is not None:
+            here = before[offset : offset + n].to(compute)
+            expected[offset : offset + n] = rounded(here + grad.to(compute) * factor, out_dtype, use_triton)
+    flatten_cast_scale(given, offsets, numels, out, scale, accumulate=True, use_triton=use_triton)
+    assert_same_bits(out, expected)
+
+
+def test_flatten_adds_no_gradients(use_triton: bool) -> None:
+    out = torch.ones(32, device=DEVICE)
+    flatten_cast_scale([None, None], (0, 16), (5, 7), out, 0.5, accumulate=True, use_triton=use_triton)
+    assert out.tolist() == [1.0] * 32
+
+
 @pytest.mark.parametrize("out_offset", [0, 1])
 def test_flatten_writes_nothing_outside_of_out(out_offset: int, use_triton: bool) -> None:
     memory = torch.full((BLOCK_NUMEL + 100,), NAN, device=DEVICE)

@@ -1,0 +1,81 @@
+"""What stands in `.grad` while gradients are kept for a later reduce: nothing can be computed with it, it can be dropped."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fxshard.capture.torch_private import pytree
+from fxshard.parameter import KEEPS_IDENTITY, ShardedParameter
+
+aten = torch.ops.aten
+
+
+class KeptGradient(ShardedParameter):
+    """The gradient of a parameter of which a part was kept by `no_sync` and not reduced yet.
+
+    Its value is on no rank, so every operator refuses it by the parameter's name. What drops a gradient drops it: `.grad =
+    None` and `zero_()`, so `zero_grad` with either of its settings. `base` is the reduced gradient from before, if any.
+    """
+
+    base: ShardedParameter | None
+    dropped: bool
+    """Whether it was set to zero: it is a reduced gradient like any other then."""
+
+    _original: KeptGradient
+
+    @staticmethod
+    def of(parameter: ShardedParameter, base: ShardedParameter | None) -> KeptGradient:
+        nothing = parameter.local.new_zeros(()).expand(parameter.local.shape)
+        made: Any = ShardedParameter.__new__(
+            KeptGradient, nothing, parameter.shape, parameter.stride(), parameter.fqn, parameter.binding, is_state=True
+        )
+        made.base, made.dropped, made._original = base, False, made
+        return made
+
+    def _alias(self) -> KeptGradient:
+        made = KeptGradient.of(self, self.base)
+        made._original = self._original
+        return made
+
+    def _drop(self) -> None:
+        kept = self._original
+        kept.local = torch.zeros_like(kept.local) if kept.base is None else kept.base.local.zero_()
+        kept.dropped = True
+
+    def refuse(self, what: object) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of '{self.fqn}' is not complete: no_sync kept a part of it, which no rank has reduced yet, and it "
+            f"was used by {what}. Run one backward outside of no_sync first; zero_grad drops what was kept"
+        )
+
+    def full_tensor(self) -> Tensor:
+        return super().full_tensor() if self._original.dropped else self.refuse("full_tensor")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._original.dropped:
+            return super().__repr__()
+        return f"KeptGradient('{self.fqn}', shape={tuple(self.shape)}, dtype={self.dtype}, not reduced yet)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kept = [
+            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, KeptGradient) and not x._original.dropped
+        ]
+        if not kept:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        first = kept[0]
+        if func in KEEPS_IDENTITY or (func is aten.view.default and tuple(args[1]) == tuple(first.shape)):
+            return first._alias()
+        if func is aten.zero_.default:
+            first._drop()
+            return args[0]
+        if func is aten._foreach_zero_.default:
+            for gradient in args[0]:
+                gradient.zero_()
+            return None
+        first.refuse(func)

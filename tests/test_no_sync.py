@@ -1,0 +1,419 @@
+"""Gradient accumulation: any mix of synced and unsynced backwards equals one big batch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxshard
+from fxshard.errors import ScheduleError
+from fxshard.ir.nodes import info
+from fxshard.ir.verify import verify
+
+WORLDS = [(1, 1), (3, 1), (1, 4), (2, 4), (4, 4)]
+"""F, and contributors."""
+
+KEEP = {"u": "unsharded", "s": "sharded"}
+"""How a letter of a pattern keeps; `r` reduces."""
+
+
+class Odd(nn.Module):
+    """Sizes 5, 7, 1 and an empty one, a frozen bias, and two heads of which a call uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+        self.left = nn.Linear(7, 3)
+        self.right = nn.Linear(7, 1)
+        self.a.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor, heads: str = "both") -> Tensor:
+        h = torch.tanh(self.a(x)) * self.scale + self.empty.sum()
+        if heads == "left":
+            return self.left(h).sum(-1)
+        if heads == "right":
+            return self.right(h).sum(-1)
+        return self.left(h).sum(-1) + self.right(h).sum(-1)
+
+
+class TwoOutputs(Odd):
+    def forward(self, x: Tensor, heads: str = "both") -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        h = torch.tanh(self.a(x)) * self.scale
+        return self.left(h), self.right(h)
+
+
+def built(kind: type[nn.Module] = Odd, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(3)
+    return kind().to(dtype)
+
+
+def batch(micro: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * micro + rank), dtype=torch.float64).to(dtype)
+
+
+def sharded(F: int, contributors: int, kind: type[nn.Module] = Odd, **options: object):
+    world = fxshard.VirtualWorld(F, contributors=contributors)
+    return fxshard.compile(built(kind), world=world, units=[nn.Linear], **options), world
+
+
+@contextlib.contextmanager
+def how(model, letter: str) -> Iterator[None]:
+    with model.no_sync(KEEP[letter]) if letter in KEEP else contextlib.nullcontext():
+        yield
+
+
+def micro_step(model, world, number: int, letter: str, heads: str = "both") -> None:
+    """One micro-batch of every rank."""
+    for r in range(world.data_ranks):
+        with world.rank(r), how(model, letter):
+            model(batch(number, r), heads).square().sum().backward()
+
+
+def expected(contributors: int, heads: list[str]) -> dict[str, Tensor | None]:
+    """Gradients of one eager process: the sum over micro-batches of the mean over ranks."""
+    model = built()
+    for number, which in enumerate(heads):
+        for r in range(contributors):
+            (model(batch(number, r), which).square().sum() / contributors).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def apart(model, wanted: dict[str, Tensor | None]) -> list[str]:
+    """Parameters whose gradients differ by more than rounding, or are None on one side only."""
+    told = []
+    for name, p in model.named_parameters():
+        want = wanted[name]
+        if (p.grad is None) != (want is None):
+            told.append(f"{name}: {'no' if p.grad is None else 'a'} gradient")
+        elif want is not None and not torch.allclose(p.grad.full_tensor(), want, rtol=0, atol=1e-12):
+            told.append(f"{name}: {(p.grad.full_tensor() - want).abs().max()}")
+    return told
+
+
+@pytest.mark.parametrize(("F", "contributors"), WORLDS)
+def test_any_mix_equals_one_big_batch(F: int, contributors: int) -> None:
+    model, world = sharded(F, contributors)
+    for length in (1, 2, 3):
+        for letters in itertools.product("usr", repeat=length):
+            pattern = "".join(letters) + "r"
+            for number, letter in enumerate(pattern):
+                micro_step(model, world, number, letter)
+            assert apart(model, expected(contributors, ["both"] * len(pattern))) == [], pattern
+            model.zero_grad()
+
+
+@pytest.mark.parametrize(("F", "contributors"), WORLDS)
+def test_branches_that_the_last_backward_does_not_take(F: int, contributors: int) -> None:
+    """What was kept of a unit is reduced by a backward that has no gradient of it."""
+    model, world = sharded(F, contributors)
+    for heads in (("left", "right", "right"), ("both", "left", "right"), ("left", "both", "left")):
+        wanted = expected(contributors, list(heads))
+        for pattern in ("uur", "ssr", "usr", "sur", "rur", "rsr"):
+            for number, (letter, which) in enumerate(zip(pattern, heads)):
+                micro_step(model, world, number, letter, which)
+            assert apart(model, wanted) == [], (heads, pattern)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("keep", ["unsharded", "sharded"])
+@pytest.mark.parametrize(("F", "contributors"), [(1, 4), (2, 4), (4, 4)])
+def test_none_stays_none_and_one_rank_is_enough(keep: str, F: int, contributors: int) -> None:
+    """The second head gets its gradient on rank 1 alone, in the micro-batch that is kept."""
+    model, world = sharded(F, contributors, TwoOutputs)
+    plain = built(TwoOutputs)
+    for number in range(2):
+        for r in range(contributors):
+            second = number == 0 and r == 1
+            with world.rank(r), model.no_sync(keep) if number == 0 else contextlib.nullcontext():
+                outputs = model(batch(number, r))
+                (outputs[0].sum() + outputs[1].square().sum() if second else outputs[0].sum()).backward()
+            outputs = plain(batch(number, r))
+            ((outputs[0].sum() + outputs[1].square().sum() if second else outputs[0].sum()) / contributors).backward()
+    assert apart(model, {n: p.grad for n, p in plain.named_parameters()}) == []
+    model.zero_grad()
+    for r in range(contributors):
+        with world.rank(r), model.no_sync(keep):
+            model(batch(0, r))[0].sum().backward()
+    for r in range(contributors):
+        with world.rank(r):
+            model(batch(1, r))[0].sum().backward()
+    assert model.right.weight.grad is None and model.left.weight.grad is not None
+
+
+def test_where_backward_runs_decides() -> None:
+    model, _ = sharded(2, 1)
+    with model.no_sync():
+        loss = model(batch(0, 0)).square().sum()
+    loss.backward()
+    assert apart(model, expected(1, ["both"])) == []
+    model.zero_grad()
+    loss = model(batch(0, 0)).square().sum()
+    with model.no_sync():
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"gradient of 'a.weight' is not complete.*outside of no_sync"):
+        model.a.weight.grad.add_(1.0)
+
+
+@pytest.mark.parametrize("keep", ["unsharded", "sharded"])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("reduced_before", [True, False])
+def test_zero_grad_drops_what_was_kept(keep: str, to_none: bool, reduced_before: bool) -> None:
+    model, world = sharded(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if reduced_before:
+        micro_step(model, world, 7, "r")
+    micro_step(model, world, 8, keep[0])
+    optimizer.zero_grad(set_to_none=to_none)
+    assert model.a.weight.grad is None if to_none else not model.a.weight.grad.full_tensor().any()
+    micro_step(model, world, 0, "r")
+    assert apart(model, expected(4, ["both"])) == []
+
+
+def test_zero_grad_of_some_parameters_drops_those() -> None:
+    model, world = sharded(2, 4)
+    micro_step(model, world, 0, "u")
+    micro_step(model, world, 1, "s")
+    model.left.zero_grad()
+    micro_step(model, world, 2, "r")
+    wanted, last = expected(4, ["both"] * 3), built()
+    for r in range(4):
+        (last(batch(2, r)).square().sum() / 4).backward()
+    wanted |= {name: p.grad for name, p in last.named_parameters() if name.startswith("left.")}
+    assert apart(model, wanted) == []
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: torch.optim.AdamW(model.parameters()).step(),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1, foreach=True).step(),
+        lambda model: torch.optim.AdamW(model.parameters(), fused=True).step(),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+        lambda model: model.a.weight.grad.full_tensor(),
+        lambda model: model.a.weight.grad.clone(),
+        lambda model: model.a.weight.grad.detach().mul_(2),
+    ],
+)
+def test_nothing_is_computed_with_what_is_not_reduced(use) -> None:
+    model, world = sharded(2, 4)
+    micro_step(model, world, 0, "u")
+    before = model.a.weight.full_tensor()
+    with pytest.raises(RuntimeError, match="is not complete: no_sync kept a part of it"):
+        use(model)
+    assert torch.equal(model.a.weight.full_tensor(), before)
+    assert "not reduced yet" in repr(model.a.weight.grad)
+    micro_step(model, world, 1, "r")
+    assert apart(model, expected(4, ["both"] * 2)) == []
+
+
+def test_contexts_nest_and_survive_exceptions() -> None:
+    model, world = sharded(2, 4)
+    executor = model.__dict__["_fxshard"].executor
+    seen = []
+
+    def inside() -> None:
+        with model.no_sync():
+            with model.no_sync("sharded"):
+                seen.append(executor.keep)
+            seen.append(executor.keep)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        inside()
+    assert [*seen, executor.keep] == ["sharded", "unsharded", ""]
+    with pytest.raises(ValueError, match=r"keep='unshard'.*'unsharded', 'sharded'.*Did you mean 'unsharded'"):
+        model.no_sync("unshard").__enter__()
+    micro_step(model, world, 0, "r")
+    assert apart(model, expected(4, ["both"])) == []
+
+
+def test_a_backward_that_fails_loses_what_was_kept() -> None:
+    """As far as it came is not known: nothing of it reaches a later step."""
+    model, _ = sharded(2, 1)
+    with model.no_sync():
+        model(batch(0, 0)).square().sum().backward()
+    schedule = model.schedule
+
+    def fails(*_: object) -> object:
+        raise KeyError("on purpose")
+
+    flat = model.__dict__["_fxshard"].storages[schedule.units[0]]
+    flat.kept.take_whole, real = fails, flat.kept.take_whole
+    with pytest.raises(KeyError):
+        model(batch(0, 0)).square().sum().backward()
+    flat.kept.take_whole = real
+    assert model.a.weight.grad is None
+    model.zero_grad()
+    model(batch(0, 0)).square().sum().backward()
+    assert apart(model, expected(1, ["both"])) == []
+
+
+def test_accumulation_is_in_fp32_whatever_goes_over_the_wire() -> None:
+    """256 + 1 is 256 in bf16; a bf16 gradient of 256 and sixteen ones is 272 if they are added up in fp32."""
+    for dtype, terms, wanted in [(torch.float32, 1, 257.0), (torch.bfloat16, 16, 272.0)]:
+        model = nn.Linear(1, 1, bias=False).to(dtype)
+        precision = fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16)
+        model = fxshard.compile(model, 1, mixed_precision=precision)
+        for size in [256.0] + [1.0] * terms:
+            model(torch.full((1, 1), size, dtype=dtype)).sum().backward()
+        assert model.weight.grad.dtype == dtype
+        assert model.weight.grad.full_tensor().item() == wanted
+        model.zero_grad()
+        for size in [256.0] + [1.0] * terms:
+            with model.no_sync() if size == 1.0 else contextlib.nullcontext():
+                model(torch.full((1, 1), size, dtype=dtype)).sum().backward()
+        model(torch.zeros(1, 1, dtype=dtype)).sum().backward()
+        assert model.weight.grad.full_tensor().item() == wanted
+        narrow = fxshard.compile(
+            nn.Linear(1, 1, bias=False).to(torch.bfloat16),
+            1,
+            mixed_precision=fxshard.MixedPrecision(accumulate=torch.bfloat16),
+        )
+        for size in (256.0, 1.0, 1.0):
+            narrow(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+        assert narrow.weight.grad.full_tensor().item() == 256.0
+
+
+def test_a_changed_gradient_is_what_is_added_to() -> None:
+    """The wider sum beside a bf16 gradient is void once the gradient was clipped, scaled or set."""
+    model = fxshard.compile(nn.Linear(1, 1, bias=False).to(torch.bfloat16), 1)
+
+    def add(size: float) -> None:
+        model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+
+    for size in (256.0, 1.0):
+        add(size)
+    model.weight.grad.mul_(0.5)
+    add(1.0)
+    assert model.weight.grad.full_tensor().item() == 129.0
+    model.weight.grad.zero_()
+    add(1.0)
+    assert model.weight.grad.full_tensor().item() == 1.0
+
+
+@pytest.mark.parametrize("pattern", ["r", "ur", "sr"])
+@pytest.mark.parametrize(("divisor", "factor"), [(1, 4.0), (8.0, 0.5), (0.5, 8.0)])
+def test_gradient_divisor(divisor: float, factor: float, pattern: str) -> None:
+    """1 sums where the default takes the mean of 4 ranks."""
+    model, world = sharded(2, 4, gradient_divisor=divisor)
+    for number, letter in enumerate(pattern):
+        micro_step(model, world, number, letter)
+    wanted = expected(4, ["both"] * len(pattern))
+    assert apart(model, {n: None if g is None else g * factor for n, g in wanted.items()}) == []
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("inf"), float("nan"), True, "sum"])
+def test_gradient_divisor_is_checked(bad: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="gradient_divisor="):
+        fxshard.compile(nn.Linear(2, 2), 1, gradient_divisor=bad)
+
+
+def test_backward_of_some_inputs_keeps_only_theirs() -> None:
+    model, plain = sharded(2, 1)[0], built()
+    with model.no_sync():
+        model(batch(0, 0)).square().sum().backward(inputs=[model.left.weight])
+    plain(batch(0, 0)).square().sum().backward(inputs=[plain.left.weight])
+    for m in (model, plain):
+        m(batch(1, 0)).square().sum().backward(inputs=[m.a.weight])
+    assert apart(model, {n: p.grad for n, p in plain.named_parameters()}) == []
+
+
+def test_the_schedules_say_what_they_do() -> None:
+    model, world = sharded(2, 4)
+    micro_step(model, world, 0, "u")
+    micro_step(model, world, 1, "s")
+    micro_step(model, world, 2, "r")
+    main, unsharded, both, last = model.schedules
+    assert main is model.schedule and not str(main.accumulation)
+    kinds = [{info(n).kind for n in s.backward.graph.nodes} for s in model.schedules]
+    assert "keep_grads" in kinds[1] and not kinds[1] & {"flatten_grads", "reduce_scatter", "all_reduce", "keep_shard"}
+    assert "keep_shard" in kinds[2] and not kinds[2] & {"all_reduce", "accumulate_grad", "keep_grads"}
+    assert str(both.accumulation) == "keeps gradients sharded, takes what 4 units kept unsharded"
+    assert str(last.accumulation) == "takes what 4 units kept sharded"
+    assert unsharded.memory.kept_bytes == sum(f.padded_numel * 8 for f in main.flats.values() if f.requires_grad)
+    assert both.memory.kept_bytes == sum(f.shard_numel * 8 for f in main.flats.values() if f.requires_grad)
+    assert unsharded.memory.arena_bytes < main.memory.arena_bytes
+    for schedule in model.schedules:
+        verify(schedule)
+        again = fxshard.Schedule.from_json(schedule.to_json())
+        verify(again)
+        assert again.text() == schedule.text() and again.accumulation == schedule.accumulation
+
+
+def test_an_edited_schedule_keeps_its_order_when_gradients_are_kept() -> None:
+    model, world = sharded(2, 4)
+    micro_step(model, world, 0, "r")
+    model.zero_grad()
+    edited = model.schedule.copy(reorder=True)
+    gathers = edited.backward.all_gathers
+    edited.backward.move_before(gathers[-1], gathers[0])
+    model.schedule = edited
+    micro_step(model, world, 0, "u")
+    order = [[info(n).flat for n in s.backward.all_gathers] for s in model.schedules]
+    assert order[0] == order[1] and order[0][0] == info(gathers[-1]).flat
+    micro_step(model, world, 1, "r")
+    assert apart(model, expected(4, ["both"] * 2)) == []
+
+
+@pytest.mark.parametrize("letter", ["u", "s"])
+def test_what_is_wrong_with_an_accumulation_is_found(letter: str) -> None:
+    """A gradient lost, kept twice, reduced and kept; kept gradients not taken, or taken that nobody kept."""
+    model, world = sharded(2, 4)
+    micro_step(model, world, 0, letter)
+    micro_step(model, world, 1, "r")
+    _, keeping, taking = model.schedules
+    kind = "keep_grads" if letter == "u" else "keep_shard"
+
+    def broken(schedule, change):
+        copied = schedule.copy(reorder=True)
+        change(copied)
+        with pytest.raises(ScheduleError, match="reduced_exactly_once"):
+            verify(copied)
+
+    def lost(s):
+        s.backward.graph.erase_node(s.backward.nodes(kind)[0])
+
+    def twice(s):
+        node = s.backward.nodes(kind)[0]
+        with s.backward.graph.inserting_after(node):
+            s.backward.graph.node_copy(node)
+
+    def not_taken(s):
+        node = s.backward.nodes("flatten_grads" if letter == "u" else "all_reduce")[0]
+        node.args = node.args[:-1]
+
+    def never_kept(s):
+        node = s.backward.nodes("flatten_grads")[0]
+        node.args = (*node.args[:5], True)
+
+    broken(keeping, lost)
+    broken(keeping, twice)
+    broken(taking, not_taken)
+    broken(model.schedule, never_kept)
+    if letter == "s":
+        broken(keeping, never_kept)
+
+
+def test_passes_of_an_accumulation_are_to_look_at() -> None:
+    model, world = sharded(2, 4)
+    micro_step(model, world, 0, "u")
+    with pytest.raises(ValueError, match=r"backward keeps gradients unsharded: edit `model.schedule.copy\(\)`"):
+        model.schedule = model.schedules[1].copy()
+    with pytest.raises(ValueError, match=r"defer-reduces is for schedules to look at.*no_sync"):
+        fxshard.compile(built(), 2, passes=[fxshard.passes.DeferReduces()])
+    with pytest.raises(ValueError, match="keep='none'"):
+        fxshard.passes.DeferReduces("none")
+    traced = fxshard.trace(
+        built(), batch(0, 0), F=2, W=4, units=[nn.Linear], passes=[fxshard.passes.DeferReduces("sharded")]
+    )
+    assert traced.accumulation.keep == "sharded"
+    with pytest.raises(ScheduleError, match=r"nothing can have been kept of 'b'; .*'a', 'left', 'right'"):
+        fxshard.trace(built(), batch(0, 0), F=2, units=[nn.Linear], passes=[fxshard.passes.TakeKept(("b",))])
