@@ -21,6 +21,8 @@ from fxshard.capture.backend import CaptureBackend
 from fxshard.capture.build import Captured
 from fxshard.capture.failures import capture_error
 from fxshard.capture.harmless import prepare
+from fxshard.checkpoint import model as checkpoint_model
+from fxshard.checkpoint import optimizer as checkpoint_optimizer
 from fxshard.errors import AgreementError, CaptureError
 from fxshard.ir import Accumulation, FlatParameter, Remark, Schedule
 from fxshard.ir.nodes import bytes_text
@@ -401,6 +403,8 @@ def compile(
         world.attach(model)
     state.executor = Executor(state.storages, home, generation, debug=settings.debug, derive=state.derive)
     _install(model, state)
+    checkpoint_model.install(model, state.storages)
+    checkpoint_optimizer.watch()
     return model
 
 

@@ -61,13 +61,14 @@ class Generation:
 
 
 class Binding:
-    """What a piece belongs to: the parameter, where the piece starts in it, and who can complete it.
+    """What a piece belongs to: the parameter, where the piece starts in it, and who can complete it. `owner()` is the
+    `FlatStorage` it lies in.
 
     `gather(local)` returns the whole parameter, flat in storage order, from the pieces of the shard group (a
     collective); `reduce(values, op)` reduces a small tensor over the group, op "sum" or "max".
     """
 
-    __slots__ = ("fqn", "gather", "generation", "hooks", "length", "numel", "reduce", "start")
+    __slots__ = ("fqn", "gather", "generation", "hooks", "length", "numel", "owner", "reduce", "start")
 
     def __init__(
         self,
@@ -78,7 +79,9 @@ class Binding:
         generation: Generation,
         gather: Callable[[Tensor], Tensor],
         reduce: Callable[[Tensor, str], Tensor],
+        owner: Callable[[], Any] = lambda: None,
     ):
+        self.owner = owner
         self.fqn, self.numel, self.start, self.length = fqn, numel, start, length
         self.generation, self.gather, self.reduce = generation, gather, reduce
         self.hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
@@ -171,7 +174,9 @@ class ShardedParameter(torch.Tensor):
         return repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"parameter '{self.fqn}' is sharded and cannot be pickled: save `parameter.full_tensor()`")
+        raise TypeError(
+            f"parameter '{self.fqn}' is sharded and cannot be pickled: save `model.state_dict()`, or `parameter.full_tensor()`"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if not self.is_state:
@@ -303,6 +308,8 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
         if isinstance(x, ShardedParameter):
             _check_together(func, first, x)
             return x.local
+        if isinstance(x, Tensor) and hasattr(x, "full_tensor"):  # a DTensor
+            return first.piece_of(x.full_tensor())
         if isinstance(x, Tensor) and x.dim() > 0:
             return first.piece_of(x)
         return x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -63,6 +64,32 @@ class DistributedWorld(World):
         if any(list(line) != sorted(line) for line in [*rows, *zip(*rows)]):
             raise ValueError(f"mesh {rows}: ranks must ascend along both axes, as process groups order them so")
         return mesh.size(1)
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        groups = [self.replica_group, self.shard_group] if self.replicas > 1 else self.shard_group
+        names = ("replicate", "shard") if self.replicas > 1 else ("shard",)
+        ranks = self.grid if self.replicas > 1 else self.grid[0]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+
+    def to_dtensor(self, whole: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        local: Tensor = whole
+        if whole.dim():
+            step = -(-whole.shape[0] // self.F)
+            begin = min(step * self.shard_rank, whole.shape[0])
+            local = whole[begin : begin + step]
+        cut = Shard(0) if whole.dim() else Replicate()
+        placements = [Replicate(), cut] if self.replicas > 1 else [cut]
+        local = local.clone(memory_format=torch.contiguous_format)
+        stride = torch.empty(whole.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+    def first_ranks(self, tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        self.broadcast_from_first(copied)
+        return copied
 
     def reduce_small(self, values: Tensor, op: str) -> Tensor:
         if self.F == 1:

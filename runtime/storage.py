@@ -48,10 +48,32 @@ class FlatStorage:
             start = flat.offsets[index]
             return full[start : start + spec.numel].clone()
 
-        return Binding(spec.fqn, spec.numel, piece.start, piece.length, generation, gather, self.world.reduce_small)
+        reduce = self.world.reduce_small
+        return Binding(spec.fqn, spec.numel, piece.start, piece.length, generation, gather, reduce, weakref.ref(self))
 
     def _views(self, part: Tensor) -> list[Tensor]:
         return [part[p.shard_start : p.shard_start + p.length] for p in self.pieces]
+
+    def redistributed(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """From this rank's pieces (length,) of values of the parameters' shapes, of one dtype, the values: DTensors cut along
+        dim 0 in the shard group, one of no dims on every rank; without a process group plain ones. Copies all. Where a piece is
+        None, None. A collective of the shard group."""
+        flat, world = self.flat, self.world
+        example = next(piece for piece in pieces if piece is not None)
+        if world.mesh is None:
+            return [
+                None if piece is None else piece.clone().as_strided(spec.shape, spec.stride)
+                for spec, piece in zip(flat.parameters, pieces, strict=True)
+            ]
+        part = example.new_zeros(world.held_numel(flat))
+        for place, piece in zip(self.pieces, pieces, strict=True):
+            if piece is not None:
+                part[place.shard_start : place.shard_start + place.length] = piece
+        full = world.gather_flat(flat, part)
+        wholes = (
+            full.as_strided(spec.shape, spec.stride, offset) for spec, offset in zip(flat.parameters, flat.offsets)
+        )
+        return [None if piece is None else world.to_dtensor(whole) for piece, whole in zip(pieces, wholes)]
 
     def bind_accumulate(self, reduced: Tensor) -> Callable[[Sequence[bool] | None], None]:
         """Bind handing `reduced` (held * S,) to `.grad`; the flags say which parameters have a gradient anywhere.

@@ -47,6 +47,18 @@ class World(ABC):
     device: torch.device
     kind: str
 
+    mesh: Any = None
+    """The DeviceMesh that DTensors are cut over: (shard,), with replicas (replicate, shard); None without a process group."""
+
+    def to_dtensor(self, whole: Tensor) -> Tensor:
+        """A DTensor of a tensor that this rank has whole: a contiguous copy of its rows of dim 0, or of all of it if it
+        has no dims."""
+        raise NotImplementedError(f"a {self.kind} world has no mesh")
+
+    def first_ranks(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values of a tensor that every rank has. A collective."""
+        return tensor
+
     @property
     def replicas(self) -> int:
         return self.W // self.F

@@ -84,9 +84,7 @@ def start(sync: bool) -> dict[str, torch.Tensor]:
     model.register_buffer("empty", torch.zeros(0))
     model.register_buffer("count", torch.tensor(dist.get_rank()))
     fxshard.compile(model, sync_parameters=sync)
-    return {
-        k: whole(v) if isinstance(v, fxshard.ShardedParameter) else v.clone() for k, v in model.state_dict().items()
-    }
+    return {k: whole(v) for k, v in model.named_parameters()} | {k: v.clone() for k, v in model.named_buffers()}
 
 
 def test_all_ranks_start_from_rank_0(ranks: Ranks) -> None:

@@ -1,0 +1,1 @@
+"""State dicts of sharded models and of their optimizers, as torch.distributed.checkpoint takes them."""

@@ -1,0 +1,76 @@
+"""The state dict of an optimizer over sharded parameters: `optimizer.state_dict()` holds DTensors where the state is sharded.
+
+fxshard does not make the optimizer. It meets it at its first step, in a hook that torch calls for every optimizer, and
+stays with it by hooks of its own: on making a state dict, and on having loaded one. A state that was loaded before the first
+step becomes pieces right before that step. All of these are collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxshard.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from fxshard.runtime.storage import FlatStorage
+
+_MET: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+@functools.cache
+def watch() -> None:
+    """Meet every optimizer at its first step."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _MET:
+        return
+    _MET.add(optimizer)
+    if any(True for _ in _sharded(optimizer)):
+        optimizer.register_state_dict_post_hook(_to_dtensors)
+        optimizer.register_load_state_dict_post_hook(_to_pieces)
+        _to_pieces(optimizer)
+
+
+def _sharded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, ShardedParameter]]:
+    """The sharded parameters of an optimizer, with their numbers in its state dict."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return ((i, p) for i, p in enumerate(parameters) if isinstance(p, ShardedParameter) and p.binding is not None)
+
+
+def _to_pieces(optimizer: torch.optim.Optimizer) -> None:
+    """Cut what is of a parameter's shape and is whole, or a DTensor, to this rank's piece."""
+    for _, parameter in _sharded(optimizer):
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            loaded = isinstance(value, Tensor) and not isinstance(value, ShardedParameter)
+            if loaded and key != "step" and value.shape == parameter.shape:
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                state[key] = parameter.like(parameter.piece_of(whole).clone(), state=True)
+
+
+def _to_dtensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same state dict with sharded state as DTensors; the optimizer's own is left alone."""
+    numbers = dict(_sharded(optimizer))
+    state = {n: dict(values) if n in numbers else values for n, values in state_dict["state"].items()}
+    todo: dict[tuple[FlatStorage, str, torch.dtype], dict[str, tuple[int, Tensor]]] = {}
+    for n, parameter in numbers.items():
+        for key, value in state.get(n, {}).items():
+            if isinstance(value, ShardedParameter):
+                storage = parameter.binding.owner() if parameter.binding is not None else None
+                assert storage is not None, "the model is gone"
+                todo.setdefault((storage, key, value.dtype), {})[parameter.fqn] = n, value.local
+    for (storage, key, _), held in todo.items():
+        pieces = [held[fqn][1] if fqn in held else None for fqn in storage.flat.fqns]
+        for fqn, whole in zip(storage.flat.fqns, storage.redistributed(pieces)):
+            if fqn in held:
+                state[held[fqn][0]][key] = whole
+    return {**state_dict, "state": state}

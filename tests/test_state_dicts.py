@@ -1,0 +1,91 @@
+"""State dicts in one process: plain whole tensors, under plain names, in and out."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import fxshard
+from tests.capture.compare import Framed, adamw, batches, differences, pair
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, xs) -> None:
+    for x in xs:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("F", [1, 3])
+def test_saved_and_resumed_here_and_plainly(F: int) -> None:
+    """A run that is saved and loaded, into another F and into the plain model, goes on as one that was not."""
+    plain, sharded = pair(Framed, F)
+    optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
+    for model, optimizer in zip((plain, sharded), optimizers):
+        train(model, optimizer, batches(3))
+    saved = through_a_file((sharded.state_dict(), optimizers[1].state_dict()))
+    assert list(saved[0]) == list(plain.state_dict())
+    assert all(type(t) is torch.Tensor for t in saved[0].values())
+    other = fxshard.compile(Framed(), F=2)
+    again = Framed()
+    for model in (other, again):
+        model.load_state_dict(saved[0])
+        optimizer = adamw(model.parameters())
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))  # torch steps in the tensors it is given
+        train(model, optimizer, batches(5)[3:])
+        moments = [s["exp_avg"] for s in optimizer.state.values()]
+        assert all(isinstance(m, fxshard.ShardedParameter) == (model is other) for m in moments)
+    train(plain, optimizers[0], batches(5)[3:])
+    assert differences(plain, other) == []
+    assert differences(plain, again) == []
+
+
+def test_a_state_dict_holds_copies() -> None:
+    _, sharded = pair(Framed, 2)
+    before = sharded.state_dict()
+    kept = copy.deepcopy(before)
+    train(sharded, adamw(sharded.parameters()), batches(1))
+    assert all(torch.equal(before[name], kept[name]) for name in kept)
+    assert not torch.equal(sharded.state_dict()["layers.0.linear.weight"], kept["layers.0.linear.weight"])
+    sizes = {t.untyped_storage().nbytes() - t.nbytes for t in before.values()}
+    assert sizes == {0}
+
+
+def test_the_optimizers_own_state_stays_sharded() -> None:
+    _, sharded = pair(Framed, 2)
+    optimizer = adamw(sharded.parameters())
+    train(sharded, optimizer, batches(1))
+    first = optimizer.state_dict()
+    assert all(type(t) is torch.Tensor for s in first["state"].values() for t in s.values())
+    assert all(isinstance(s["exp_avg"], fxshard.ShardedParameter) for s in optimizer.state.values())
+    assert first["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_a_model_inside_another() -> None:
+    """The names of a compiled part have their prefix, and what is beside it is left alone."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = fxshard.compile(Framed(), F=2)
+            self.other = nn.Linear(2, 2)
+
+    outer = Outer()
+    state = outer.state_dict()
+    assert list(state) == [f"inner.{n}" for n in Framed().state_dict()] + ["other.weight", "other.bias"]
+    assert all(type(t) is torch.Tensor for t in state.values())
+    assert state["other.weight"].data_ptr() == outer.other.weight.data_ptr()
+    other = Outer()
+    other.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), other.state_dict().values()))
