@@ -89,3 +89,15 @@ def test_a_model_inside_another() -> None:
     other = Outer()
     other.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(state.values(), other.state_dict().values()))
+
+
+def test_an_optimizer_that_stepped_before_its_model_was_sharded() -> None:
+    fxshard.compile(Framed(), F=2)  # from here on fxshard watches
+    model = Framed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, batches(1))
+    fxshard.compile(model, F=2)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    train(model, optimizer, batches(1))
+    assert all(type(s["momentum_buffer"]) is torch.Tensor for s in optimizer.state_dict()["state"].values())
+    assert all(isinstance(s["momentum_buffer"], fxshard.ShardedParameter) for s in optimizer.state.values())

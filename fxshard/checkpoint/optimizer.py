@@ -22,19 +22,28 @@ if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage
 
 _MET: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_OTHERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers without a sharded parameter, when they last stepped."""
+
+
+def watch() -> None:
+    """Meet every optimizer at its next step, one that was met as another's included: a model was sharded just now."""
+    _OTHERS.clear()
+    _register()
 
 
 @functools.cache
-def watch() -> None:
-    """Meet every optimizer at its first step."""
+def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _MET:
+    if optimizer in _MET or optimizer in _OTHERS:
         return
-    _MET.add(optimizer)
-    if any(True for _ in _sharded(optimizer)):
+    if next(_sharded(optimizer), None) is None:
+        _OTHERS.add(optimizer)
+    else:
+        _MET.add(optimizer)
         optimizer.register_state_dict_post_hook(_to_dtensors)
         optimizer.register_load_state_dict_post_hook(_to_pieces)
         _to_pieces(optimizer)

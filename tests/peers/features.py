@@ -1,0 +1,501 @@
+"""What a training script asks of data parallelism, asked of four systems in the same words.
+
+Each feature is a function of a `System`, run on every rank. It returns whether the result is right, or raises: what a system
+refuses is not wrong. Right is what one eager process gives that runs each rank's batch in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import fxshard
+
+CPU = torch.device("cpu")
+
+
+class System:
+    """One way to train in parallel. `wrap` shards a model; the rest is what they spell differently."""
+
+    name = ""
+    unused = False
+    """Whether some outputs are not used, which DDP has to be told."""
+
+    def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
+        raise NotImplementedError
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        return model.no_sync()
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
+        """Whole reduced gradients by plain name. A collective."""
+        return {self.plain(n): None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}
+
+    def values(self, model: nn.Module) -> dict[str, Tensor]:
+        """Whole parameters by plain name. A collective."""
+        return {self.plain(n): full(p) for n, p in model.named_parameters()}
+
+    @staticmethod
+    def plain(name: str) -> str:
+        return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
+
+
+class Fxshard(System):
+    name = "fxshard"
+
+    def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
+        return fxshard.compile(model, F, units=[nn.Linear])
+
+
+class FSDP2(System):
+    name = "FSDP2"
+
+    def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
+        W = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (W,))
+        if F not in (None, W):
+            mesh = init_device_mesh("cpu", (W // F, F), mesh_dim_names=("replicate", "shard"))
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                fully_shard(module, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+
+class FSDP1(System):
+    name = "FSDP1"
+
+    def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
+        W = dist.get_world_size()
+        more: dict[str, Any] = {}
+        if F not in (None, W):
+            more = {
+                "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+                "device_mesh": init_device_mesh("cpu", (W // F, F), mesh_dim_names=("replicate", "shard")),
+            }
+        policy = ModuleWrapPolicy({nn.Linear})
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=CPU, **more)
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            named = list(model.named_parameters())  # of a frozen one it makes zeros, only in here
+            return {self.plain(n): p.grad.clone() if p.grad is not None and p.requires_grad else None for n, p in named}
+
+    def values(self, model: nn.Module) -> dict[str, Tensor]:
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {self.plain(n): p.detach().clone() for n, p in model.named_parameters()}
+
+
+class DDP(System):
+    name = "DDP"
+
+    def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
+        return DistributedDataParallel(model, find_unused_parameters=self.unused)
+
+
+SYSTEMS: dict[str, System] = {s.name: s for s in (Fxshard(), FSDP2(), FSDP1(), DDP())}
+
+
+def full(value: Tensor) -> Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+class Small(nn.Module):
+    """Sizes 5, 7 and 3, and an output that a loss may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.a = nn.Linear(5, 7)
+        self.b = nn.Linear(7, 3)
+        self.c = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, both: bool = True) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.a(x))
+        return self.b(h), self.c(h)
+
+
+def batch(micro: int, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * micro + rank))
+
+
+def both(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    return outputs[0].square().mean() + outputs[1].square().mean()
+
+
+def eager(model: nn.Module, micros: int, loss: Callable[[Any], Tensor] = both) -> nn.Module:
+    """`.grad` of one process: micro-batches add up, ranks are averaged."""
+    W = dist.get_world_size()
+    for micro in range(micros):
+        for rank in range(W):
+            (loss(model(batch(micro, rank))) / W).backward()
+    return model
+
+
+def same(system: System, model: nn.Module, wanted: nn.Module, atol: float = 1e-6) -> bool:
+    """Whether the gradients, None included, are those of `wanted`."""
+    got = system.gradients(model)
+    expected = {n: p.grad for n, p in wanted.named_parameters()}
+    if got.keys() != expected.keys():
+        return False
+    for name, want in expected.items():
+        have = got[name]
+        if (have is None) != (want is None):
+            return False
+        if want is not None and not torch.allclose(have, want, rtol=0, atol=atol):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+# -- accumulation
+
+
+def micro_batches_without_communication(system: System) -> bool:
+    model = system.wrap(Small())
+    with system.no_sync(model):
+        for micro in range(2):
+            both(model(batch(micro))).backward()
+    both(model(batch(2))).backward()
+    return same(system, model, eager(Small(), 3))
+
+
+def no_sync_around_backward_alone(system: System) -> bool:
+    """Nothing is reduced, and a last synced backward reduces all."""
+    model = system.wrap(Small())
+    loss = both(model(batch(0)))
+    with system.no_sync(model):
+        loss.backward()
+    both(model(batch(1))).backward()
+    return same(system, model, eager(Small(), 2))
+
+
+def synced_and_unsynced_in_any_order(system: System) -> bool:
+    model = system.wrap(Small())
+    for micro, keeps in enumerate((False, True, False, True, True, False)):
+        with system.no_sync(model) if keeps else contextlib.nullcontext():
+            both(model(batch(micro))).backward()
+    return same(system, model, eager(Small(), 6))
+
+
+def zero_grad_drops_what_was_kept(system: System) -> bool:
+    model = system.wrap(Small())
+    with system.no_sync(model):
+        both(model(batch(7))).backward()
+    model.zero_grad()
+    both(model(batch(0))).backward()
+    return same(system, model, eager(Small(), 1))
+
+
+def a_step_with_unreduced_gradients_is_refused(system: System) -> bool:
+    """Ranks would go apart, or the step would do nothing."""
+    model = system.wrap(Small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with system.no_sync(model):
+        both(model(batch(0))).backward()
+    try:
+        optimizer.step()
+    except RuntimeError:
+        return True
+    return False
+
+
+def accumulation_in_fp32_of_bf16_compute(system: System) -> bool:
+    """256 and 1, computed in bf16, make 257 and not 256."""
+    model: Any = nn.Linear(1, 1, bias=False)
+    if system.name == "fxshard":
+        model = fxshard.compile(model, units="none", mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16))
+    elif system.name == "FSDP2":
+        model = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    elif system.name == "FSDP1":
+        from torch.distributed.fsdp import MixedPrecision
+
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        model = FullyShardedDataParallel(model, mixed_precision=policy, use_orig_params=True, device_id=CPU)
+    else:
+        model = DistributedDataParallel(model)
+    for size in (256.0, 1.0):
+        with torch.autocast("cpu", torch.bfloat16, enabled=system.name == "DDP"):
+            model(torch.full((1, 1), size)).sum().backward()
+    (gradient,) = system.gradients(model).values()
+    return gradient is not None and gradient.item() == 257.0
+
+
+# -- clipping and scaling
+
+
+def stock_clip(system: System, order: float) -> bool:
+    model, wanted = system.wrap(Small()), eager(Small(), 1)
+    both(model(batch(0))).backward()
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.01, order)
+    right = nn.utils.clip_grad_norm_(wanted.parameters(), 0.01, order)
+    return math.isclose(float(full(total)), float(right), rel_tol=1e-5) and same(system, model, wanted)
+
+
+def torchs_clip_grad_norm_of_order_2(system: System) -> bool:
+    return stock_clip(system, 2.0)
+
+
+def torchs_clip_grad_norm_of_infinite_order(system: System) -> bool:
+    """Some ranks hold nothing of some parameters."""
+    return stock_clip(system, math.inf)
+
+
+def an_infinity_on_one_rank_skips_the_step_on_all(system: System) -> bool:
+    model = system.wrap(Small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = system.values(model)
+    x = batch(0) * (math.inf if dist.get_rank() == dist.get_world_size() - 1 else 1.0)
+    scaler.scale(both(model(x))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    after = system.values(model)
+    return scaler.get_scale() == 4.0 and all(torch.equal(before[n], after[n]) for n in before)
+
+
+# -- parameters
+
+
+def an_unused_output_leaves_none(system: System) -> bool:
+    """And AdamW, whose weight decay moves what has a gradient of zeros, leaves those parameters alone."""
+    system.unused = True
+    model = system.wrap(Small())
+    system.unused = False
+    model(batch(0))[0].square().mean().backward()
+    return same(system, model, eager(Small(), 1, lambda outputs: outputs[0].square().mean()))
+
+
+def frozen_parameters_beside_trainable_ones(system: System) -> bool:
+    def made() -> Small:
+        model = Small()
+        model.a.weight.requires_grad_(False)
+        return model
+
+    model = system.wrap(made())
+    both(model(batch(0))).backward()
+    return same(system, model, eager(made(), 1))
+
+
+def unfreezing_later(system: System) -> bool:
+    frozen = Small()
+    frozen.a.requires_grad_(False)
+    model = system.wrap(frozen)
+    both(model(batch(0))).backward()
+    model.zero_grad()
+    for p in model.parameters():
+        p.requires_grad_(True)
+    both(model(batch(0))).backward()
+    return same(system, model, eager(Small(), 1))
+
+
+class Sizes(nn.Module):
+    """A parameter without dims, one without elements, and sizes of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+        self.line = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.line(x) * self.scale + self.empty.sum()
+        return y, y
+
+
+def parameters_of_no_dims_and_no_elements(system: System) -> bool:
+    model = system.wrap(Sizes())
+    both(model(batch(0))).backward()
+    return same(system, model, eager(Sizes(), 1))
+
+
+class Tied(nn.Module):
+    """Two Linears of one weight, each a unit of its own elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.b(torch.tanh(self.a(x)))
+        return y, y
+
+
+def weights_tied_across_units(system: System) -> bool:
+    model = system.wrap(Tied())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    wanted = eager(Tied(), 1)
+    both(model(batch(0))).backward()
+    optimizer.step()
+    torch.optim.SGD(wanted.parameters(), 0.1).step()
+    got = system.values(model)
+    return all(torch.allclose(got[n], p, rtol=0, atol=1e-6) for n, p in wanted.named_parameters())
+
+
+def an_optimizer_made_before_sharding(system: System) -> bool:
+    plain = Small()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    model, wanted = system.wrap(plain), eager(Small(), 1)
+    both(model(batch(0))).backward()
+    optimizer.step()
+    torch.optim.SGD(wanted.parameters(), 0.1).step()
+    got = system.values(model)
+    return all(torch.allclose(got[n], p, rtol=0, atol=1e-6) for n, p in wanted.named_parameters())
+
+
+def decay_rules_by_number_of_dims(system: System) -> bool:
+    """`p.ndim >= 2` sorts the sharded parameters as it sorts the plain ones."""
+    sorted_ = {system.plain(n): p.ndim for n, p in system.wrap(Small()).named_parameters()}
+    return sorted_ == {n: p.ndim for n, p in Small().named_parameters()}
+
+
+def hybrid_sharding(system: System) -> bool:
+    """Two replicas of two shards each."""
+    if system.name == "DDP":
+        raise NotImplementedError("DDP does not shard")
+    model = system.wrap(Small(), 2)
+    both(model(batch(0))).backward()
+    return same(system, model, eager(Small(), 1))
+
+
+# -- calls
+
+
+def two_forwards_before_their_backwards(system: System) -> bool:
+    model = system.wrap(Small())
+    losses = [both(model(batch(micro))) for micro in range(2)]
+    for loss in losses:
+        loss.backward()
+    return same(system, model, eager(Small(), 2))
+
+
+def a_step_between_forward_and_backward_is_refused(system: System) -> bool:
+    model = system.wrap(Small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    both(model(batch(0))).backward()
+    loss = both(model(batch(1)))
+    optimizer.step()
+    try:
+        loss.backward()
+    except RuntimeError:
+        return True
+    return False
+
+
+def evaluation_between_forward_and_backward(system: System) -> bool:
+    model = system.wrap(Small())
+    loss = both(model(batch(0)))
+    with torch.no_grad():
+        model(batch(5))
+    loss.backward()
+    return same(system, model, eager(Small(), 1))
+
+
+# -- checkpoints
+
+
+def the_full_state_dict_has_plain_names(system: System) -> bool:
+    model = system.wrap(Small())
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    wanted = Small().state_dict()
+    if dist.get_rank() or system.name == "DDP":
+        return True
+    return list(state) == list(wanted) and all(torch.equal(state[n], wanted[n]) for n in wanted)
+
+
+def state_dict_itself_has_plain_names(system: System) -> bool:
+    return list(system.wrap(Small()).state_dict()) == list(Small().state_dict())
+
+
+def load_state_dict_takes_a_plain_one(system: System) -> bool:
+    other = Small()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    model = system.wrap(Small())
+    model.load_state_dict(copy.deepcopy(other.state_dict()))
+    got = system.values(model)
+    return all(torch.equal(got[n], p) for n, p in other.named_parameters())
+
+
+def optimizer_state_saved_whole_resumes_plainly(system: System) -> bool:
+    model, plain = system.wrap(Small()), Small()
+    optimizer, wanted = (torch.optim.AdamW(m.parameters(), 0.01) for m in (model, plain))
+    both(model(batch(0))).backward()
+    optimizer.step()
+    eager(plain, 1)
+    wanted.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank():
+        return True
+    moments = {n: wanted.state[p]["exp_avg"] for n, p in plain.named_parameters()}
+    return all(torch.allclose(state["state"][n]["exp_avg"], m, rtol=0, atol=1e-7) for n, m in moments.items())
+
+
+def pickling_a_state_dict(system: System) -> bool:
+    """`torch.save(model.state_dict())`, made on every rank and saved by one, loads into the plain model."""
+    state = system.wrap(Small()).state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False).keys() == state.keys()
+
+
+FEATURES: dict[str, Callable[[System], bool]] = {
+    f.__name__: f
+    for f in (
+        micro_batches_without_communication,
+        no_sync_around_backward_alone,
+        synced_and_unsynced_in_any_order,
+        zero_grad_drops_what_was_kept,
+        a_step_with_unreduced_gradients_is_refused,
+        accumulation_in_fp32_of_bf16_compute,
+        torchs_clip_grad_norm_of_order_2,
+        torchs_clip_grad_norm_of_infinite_order,
+        an_infinity_on_one_rank_skips_the_step_on_all,
+        an_unused_output_leaves_none,
+        frozen_parameters_beside_trainable_ones,
+        unfreezing_later,
+        parameters_of_no_dims_and_no_elements,
+        weights_tied_across_units,
+        an_optimizer_made_before_sharding,
+        decay_rules_by_number_of_dims,
+        hybrid_sharding,
+        two_forwards_before_their_backwards,
+        a_step_between_forward_and_backward_is_refused,
+        evaluation_between_forward_and_backward,
+        the_full_state_dict_has_plain_names,
+        state_dict_itself_has_plain_names,
+        load_state_dict_takes_a_plain_one,
+        optimizer_state_saved_whole_resumes_plainly,
+        pickling_a_state_dict,
+    )
+}
+
+
+def ask(system: str, feature: str) -> bool:
+    """On one rank."""
+    return bool(FEATURES[feature](SYSTEMS[system]))

@@ -1,0 +1,36 @@
+"""What a training script asks of data parallelism, asked of fxshard; and the table of docs/peers.md, of all four systems."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.harness import Ranks
+from tests.peers.features import FEATURES, SYSTEMS, ask
+from tests.peers.table import BEGIN, END, PAGE, rows
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_fxshard_does_it(ranks: Ranks, feature: str) -> None:
+    assert ranks.run(4, ask, "fxshard", feature) == [True] * 4
+
+
+def written() -> list[str]:
+    page = PAGE.read_text()
+    return page[page.index(BEGIN) + len(BEGIN) : page.index(END)].splitlines()
+
+
+def test_the_page_has_a_line_for_each_feature() -> None:
+    lines = [line.split(" | ") for line in written() if line.startswith("| ")]
+    assert lines[0][1:] == [*list(SYSTEMS)[:-1], f"{list(SYSTEMS)[-1]} |"]
+    assert [line[0].removeprefix("| ").replace(" ", "_") for line in lines[1:]] == list(FEATURES)
+    assert {line[1] for line in lines[1:]} == {"yes"}
+
+
+@pytest.mark.full
+def test_the_page_is_what_the_systems_do(ranks: Ranks) -> None:
+    """Peers differ from version to version: theirs are compared on the one that the page names."""
+    found, lines = rows(ranks), written()
+    if torch.__version__ not in lines[-1]:
+        found, lines = ([line.split(" | ")[:2] for line in text] for text in (found, lines[: len(found)]))  # type: ignore[misc]
+    assert lines[: len(found)] == found
