@@ -292,7 +292,10 @@ class _State:
             raise ValueError(
                 f"this schedule's backward {edited.accumulation}: edit `model.schedule.copy()`, from which it was made"
             )
-        places = [f"W={s.W}, {s.num_batches} batches, {s.held_shards} shards held by a process" for s in (edited, now)]
+        places = [
+            f"W={s.W}, {s.num_batches} batches divided by {s.divisor}, {s.held_shards} shards held by a process"
+            for s in (edited, now)
+        ]
         if places[0] != places[1]:
             raise ValueError(f"this schedule is for another world, {places[0]}; this model's is {places[1]}")
         if edited.runs:
@@ -401,9 +404,11 @@ def compile(
     cast_buffers(model, settings.mixed_precision.buffers)
     if world is not None:
         world.attach(model)
-    state.executor = Executor(state.storages, home, generation, debug=settings.debug, derive=state.derive)
+    state.executor = Executor(
+        state.storages, home, generation, debug=settings.debug, derive=weakref.WeakMethod(state.derive)
+    )
     _install(model, state)
-    checkpoint_model.install(model, state.storages)
+    checkpoint_model.install(model, state.storages, lambda: state.plain)
     checkpoint_optimizer.watch()
     return model
 

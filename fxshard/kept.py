@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,12 @@ from fxshard.capture.torch_private import pytree
 from fxshard.parameter import KEEPS_IDENTITY, ShardedParameter
 
 aten = torch.ops.aten
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device)
 
 
 class KeptGradient(ShardedParameter):
@@ -24,32 +31,39 @@ class KeptGradient(ShardedParameter):
     dropped: bool
     """Whether it was set to zero: it is a reduced gradient like any other then."""
 
-    _original: KeptGradient
+    _alias_of: KeptGradient | None
 
     @staticmethod
     def of(parameter: ShardedParameter, base: ShardedParameter | None) -> KeptGradient:
-        nothing = parameter.local.new_zeros(()).expand(parameter.local.shape)
+        nothing = _zero(parameter.local.dtype, parameter.local.device).expand(parameter.local.shape)
         made: Any = ShardedParameter.__new__(
             KeptGradient, nothing, parameter.shape, parameter.stride(), parameter.fqn, parameter.binding, is_state=True
         )
-        made.base, made.dropped, made._original = base, False, made
+        made.base, made.dropped, made._alias_of = base, False, None
         return made
+
+    @property
+    def _original(self) -> KeptGradient:
+        return self if self._alias_of is None else self._alias_of
 
     def _alias(self) -> KeptGradient:
         made = KeptGradient.of(self, self.base)
-        made._original = self._original
+        made._alias_of = self._original
         return made
 
     def _drop(self) -> None:
         kept = self._original
         kept.local = torch.zeros_like(kept.local) if kept.base is None else kept.base.local.zero_()
-        kept.dropped = True
+        kept.dropped, kept.base = True, None
 
     def refuse(self, what: object) -> NoReturn:
         raise RuntimeError(
             f"the gradient of '{self.fqn}' is not complete: no_sync kept a part of it, which no rank has reduced yet, and it "
             f"was used by {what}. Run one backward outside of no_sync first; zero_grad drops what was kept"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        return super().__deepcopy__(memo) if self._original.dropped else self.refuse("deepcopy")
 
     def full_tensor(self) -> Tensor:
         return super().full_tensor() if self._original.dropped else self.refuse("full_tensor")

@@ -48,16 +48,12 @@ KEEPS_IDENTITY = frozenset({aten.detach.default, aten.alias.default})
 
 
 class Generation:
-    """Counts in-place changes of a model's parameters; a backward refuses parameters changed since its forward.
+    """Counts in-place changes of a model's parameters; a backward refuses parameters changed since its forward."""
 
-    `kept`: by FlatParameter, gradients that wait for a later reduce (`runtime.accumulation.KeptGradients`).
-    """
-
-    __slots__ = ("kept", "value")
+    __slots__ = ("value",)
 
     def __init__(self) -> None:
         self.value = 0
-        self.kept: dict[str, Any] = {}
 
 
 class Binding:
@@ -99,8 +95,8 @@ class ShardedParameter(torch.Tensor):
     binding: Binding | None
     fqn: str
     is_state: bool
-    edits: int
-    """How often it was changed in place, where it is a gradient or state."""
+    edits: list[int]
+    """How often it was changed in place, where it is a gradient or state; one list for all aliases."""
 
     @staticmethod
     def __new__(
@@ -117,7 +113,7 @@ class ShardedParameter(torch.Tensor):
     ) -> ShardedParameter:
         self = wrapper_subclass(cls, shape, stride, dtype or local.dtype, local.device, requires_grad)
         self.local, self.binding, self.fqn, self.is_state = local, binding, fqn, is_state
-        self.edits = 0
+        self.edits = [0]
         return self
 
     def like(self, local: Tensor, *, state: bool | None = None) -> ShardedParameter:
@@ -131,6 +127,12 @@ class ShardedParameter(torch.Tensor):
             dtype=local.dtype if self.dtype == self.local.dtype else self.dtype,
             is_state=self.is_state if state is None else state,
         )
+
+    def alias(self, local: Tensor) -> ShardedParameter:
+        """The same tensor again, of the same memory."""
+        made = self.like(local)
+        made.edits = self.edits
+        return made
 
     def full_tensor(self) -> Tensor:
         """The whole parameter, shape and stride as outside. A collective of the shard group: every rank must call
@@ -246,7 +248,7 @@ class ShardedParameter(torch.Tensor):
             # Being traced: only shapes matter, and what the model sees is the whole parameter.
             return func(*pytree.tree_map(_full_fake, args), **pytree.tree_map(_full_fake, kwargs))
         if func is aten.view.default and tuple(args[1]) == tuple(first.shape):
-            return first.like(first.local)  # autograd asks for a parameter's accumulator this way
+            return first.alias(first.local)  # autograd asks for a parameter's accumulator this way
         if func in _NORMS:
             return _norm(func, first, args, kwargs)
         if name == "_foreach_norm":
@@ -276,7 +278,7 @@ def _refuse(parameter: ShardedParameter, what: object) -> NoReturn:
 def _changed(parameters: Sequence[ShardedParameter]) -> None:
     for p in parameters:
         if p.is_state:
-            p.edits += 1
+            p.edits[0] += 1
         elif p.binding is not None:
             p.binding.generation.value += 1
 
@@ -328,8 +330,7 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
     if written:
         _changed(written)
         return args[0]
-    is_state = None if func in KEEPS_IDENTITY else True
-    return first.like(out, state=is_state)
+    return first.alias(out) if func in KEEPS_IDENTITY else first.like(out, state=True)
 
 
 def _on_lists(
@@ -358,12 +359,6 @@ def _on_lists(
 def _unscale(gradients: list[ShardedParameter], everything: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """What `torch.amp.GradScaler` does with gradients of a device and dtype. found_inf becomes 1 on every rank where an
     element on any is not finite, so that all of them skip the step or none does."""
-    for gradient in gradients:
-        kept = gradient._bound("a gradient scaler").generation.kept
-        for each in list(kept.values()):
-            each.settle()
-        for each in kept.values():  # before any is unscaled: the next call would unscale it again
-            each.refuse("a gradient scaler")
     unscale([_local(g) for g in everything], found_inf, inverse)
     for reduce in dict.fromkeys(g._bound("a gradient scaler").reduce for g in gradients):
         found_inf.copy_(reduce(found_inf.reshape(1), "max").reshape(found_inf.shape))

@@ -37,8 +37,8 @@ class TakeKept(Pass):
         phase = schedule.backward
         if phase is None or not (self.flats or self.shards):
             return
-        trainable = [flat.name for flat in schedule.flats.values() if flat.requires_grad]
-        for names, allowed in ((self.flats, trainable), (self.shards, trainable if schedule.replicas > 1 else [])):
+        known = list(schedule.flats)
+        for names, allowed in ((self.flats, known), (self.shards, known if schedule.replicas > 1 else [])):
             if unknown := [name for name in names if name not in allowed]:
                 raise ScheduleError(
                     f"nothing can have been kept of {', '.join(map(repr, unknown))}; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 class KeptGradients:
     """`whole` by contributor and `shards` by replica; `live` holds those of a model that keep anything."""
 
-    def __init__(self, storage: FlatStorage, live: dict[str, KeptGradients]):
-        self.storage, self.live = storage, live
+    def __init__(self, storage: FlatStorage):
+        self.storage = storage
+        self.live: dict[str, KeptGradients] = {}
         self.whole: dict[int, Tensor] = {}
         self.shards: list[Tensor] = []
         self.flags: dict[int, list[bool]] = {}
@@ -66,29 +67,26 @@ class KeptGradients:
     def note(self, present: Sequence[bool]) -> None:
         """Remember that this contributor brought these gradients, and put what stands for them into `.grad`: of every
         parameter, for another rank may have brought what this one did not."""
-        flags = self.flags.setdefault(self.storage.world.contributor, [False] * len(present))
-        for i, (leaf, here) in enumerate(zip(self.storage.parameters.values(), present)):
-            flags[i] |= here
-            if i not in self.standing:
-                before = leaf.grad
-                if before is not None and not isinstance(before, ShardedParameter):
-                    raise TypeError(
-                        f"parameter '{leaf.fqn}' has a plain tensor as .grad; "  # type: ignore[attr-defined]
-                        "a sharded gradient cannot be added to it. Set it to None before backward"
-                    )
-                leaf.grad = self.standing[i] = KeptGradient.of(leaf, before)  # type: ignore[arg-type]
+        leaves = list(self.storage.parameters.values())
+        for leaf in leaves:
+            if leaf.grad is not None and not isinstance(leaf.grad, ShardedParameter):
+                raise TypeError(
+                    f"parameter '{leaf.fqn}' has a plain tensor as .grad; "  # type: ignore[attr-defined]
+                    "a sharded gradient cannot be added to it. Set it to None before backward"
+                )
         self.live[self.storage.flat.name] = self
         _STANDING.add(self)
         _watch_optimizers()
+        flags = self.flags.setdefault(self.storage.world.contributor, [False] * len(present))
+        for i, (leaf, here) in enumerate(zip(leaves, present)):
+            flags[i] |= here
+            if i not in self.standing:
+                leaf.grad = self.standing[i] = KeptGradient.of(leaf, leaf.grad)  # type: ignore[arg-type]
 
     def present(self, index: int) -> bool:
         """Whether this contributor brought a gradient of the parameter at `index`."""
         flags = self.flags.get(self.storage.world.contributor)
         return flags is not None and flags[index]
-
-    def refuse(self, what: object) -> NoReturn:
-        """Raise what a `KeptGradient` raises when `what` computes with it."""
-        next(iter(self.standing.values())).refuse(what)
 
     def settle(self) -> None:
         """Drop what was kept of parameters whose `.grad` was set to None, to zero or to another tensor since."""
@@ -131,7 +129,7 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _STANDING:
+    if not _STANDING or any(map(callable, (*args[1:], kwargs.get("closure")))):  # a closure may hold the last backward
         return
     for group in optimizer.param_groups:
         for p in group["params"]:

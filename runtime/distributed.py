@@ -86,8 +86,8 @@ class DistributedWorld(World):
         stride = torch.empty(whole.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 
-    def first_ranks(self, tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone()
+    def first_ranks(self, name: str, buffer: Tensor) -> Tensor:
+        copied = buffer.detach().clone()
         self.broadcast_from_first(copied)
         return copied
 

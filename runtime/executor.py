@@ -24,6 +24,7 @@ from fxshard.ir.layout import aligned
 from fxshard.ir.nodes import info, takes_kept
 from fxshard.ir.specialise import specialise
 from fxshard.parameter import Generation
+from fxshard.runtime.accumulation import KeptGradients
 from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
 from fxshard.runtime.lowering import Lowered, lower
 from fxshard.runtime.storage import FlatStorage
@@ -32,19 +33,25 @@ from fxshard.runtime.world import Pending, World
 
 NOTHING_KEPT = Accumulation()
 
+Derive = Callable[[Schedule, Accumulation], Schedule]
+"""Makes the schedule whose backward does that with its gradients."""
+
 
 class Executor:
     """Memory, streams and collectives of one model on this process; programs are made for its schedules."""
 
     def __init__(
         self, storages: dict[str, FlatStorage], world: World, generation: Generation, *, debug: bool = False,
-        streams: Streams | None = None, derive: Callable[[Schedule, Accumulation], Schedule] | None = None,
+        streams: Streams | None = None, derive: Callable[[], Derive | None] = lambda: None,
     ):  # fmt: skip
         self.storages, self.world, self.generation, self.debug = storages, world, generation, debug
         self.derive = derive
         self.keep = ""
         """What backward does with gradients now: '' reduces them, else see `Accumulation.keep`. Set by `no_sync`."""
-        self.kept = generation.kept
+        self.kept: dict[str, KeptGradients] = {}
+        """By FlatParameter, gradients kept for a later reduce."""
+        for storage in storages.values():
+            storage.kept.live = self.kept
         on_cuda = world.device.type == "cuda"
         self.streams = streams or (CudaStreams(world.device) if on_cuda else Streams())
         self.arena = self._memory(0)
@@ -180,8 +187,9 @@ class Program:
         if what is NOTHING_KEPT:
             return self.schedule
         if what not in self.derived:
-            assert self.executor.derive is not None
-            self.derived[what] = self.executor.derive(self.schedule, what)
+            derive = self.executor.derive()
+            assert derive is not None, "the model is gone"
+            self.derived[what] = derive(self.schedule, what)
         return self.derived[what]
 
     # -- one call
@@ -235,7 +243,7 @@ class Program:
             return results
         except BaseException as error:
             streams.synchronize()  # collectives under way still write to buffers of the next phase
-            for kept in list(executor.kept.values()):  # a part of it may be reduced
+            for kept in list(executor.kept.values()) if name == "backward" else ():  # a part of it may be reduced
                 kept.clear()
             if executor.world.W > 1 and executor.world.kind != "virtual":
                 executor.broken = f"{name} was interrupted by {type(error).__name__}: {error}"
@@ -493,8 +501,11 @@ class _Binder:
 
         if takes_kept(node):
             return add_kept
+        accumulates = self.schedule.accumulation != NOTHING_KEPT  # then ACC does not know what was not asked for
 
         def run(gradients: Sequence[Tensor | None]) -> None:
+            if accumulates:
+                gradients = self._wanted(storage, gradients)
             before()
             streams.touch("compute", label, True)
             flatten_cast_scale(gradients, flat.offsets, numels, out, scale, strides=strides, plan=plan)

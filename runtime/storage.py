@@ -31,7 +31,7 @@ class FlatStorage:
         for spec, view, binding in zip(flat.parameters, self._views(shard), self.bindings):
             wrapped = ShardedParameter(view, spec.shape, spec.stride, spec.fqn, binding)
             self.parameters[spec.fqn] = nn.Parameter(wrapped, requires_grad=spec.requires_grad)
-        self.kept = KeptGradients(self, generation.kept)
+        self.kept = KeptGradients(self)
         self._sums: dict[int, tuple[weakref.ref[ShardedParameter], int, Tensor]] = {}
         """Gradients accumulated in a wider dtype than theirs: of which `.grad`, as it was after how many edits, the sum."""
         self._gradient: Tensor | None = None
@@ -101,6 +101,7 @@ class FlatStorage:
                     if not wanted[i]:
                         continue
                     if fresh[i]:
+                        self._sums.pop(i, None)
                         new[i].local.copy_(views[i])
                         leaf.grad = new[i]
                     else:
@@ -120,11 +121,11 @@ class FlatStorage:
             gradient.local.add_(reduced)
             return
         known = self._sums.get(index)
-        if known is not None and known[0]() is gradient and known[1] == gradient.edits:
+        if known is not None and known[0]() is gradient and known[1] == gradient.edits[0]:
             total = known[2]
         else:
             total = gradient.local.to(self.flat.accumulate_dtype)
-            self._sums[index] = (weakref.ref(gradient), gradient.edits, total)
+            self._sums[index] = (weakref.ref(gradient), gradient.edits[0], total)
         gradient.local.copy_(total.add_(reduced))
 
     def _sharded_gradient(self, leaf: nn.Parameter) -> ShardedParameter:

@@ -59,6 +59,12 @@ class VirtualWorld(World):
             named = dict(module.named_buffers())
             self._buffers = [{n: b.clone() for n, b in named.items()} for _ in range(self.data_ranks)]
 
+    def first_ranks(self, name: str, buffer: Tensor) -> Tensor:
+        return (self._buffers[0].get(name, buffer) if self._buffers else buffer).detach().clone()
+
+    def buffers_changed(self, module: nn.Module) -> None:
+        self.attach(module)
+
     @contextlib.contextmanager
     def rank(self, r: int) -> Iterator[None]:
         """Act as rank r. Raises ValueError outside 0..W-1."""

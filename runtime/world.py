@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxshard.ir import FlatParameter
 from fxshard.ir.layout import Piece
@@ -55,9 +55,13 @@ class World(ABC):
         has no dims."""
         raise NotImplementedError(f"a {self.kind} world has no mesh")
 
-    def first_ranks(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values of a tensor that every rank has. A collective."""
-        return tensor
+    def first_ranks(self, name: str, buffer: Tensor) -> Tensor:
+        """A copy of rank 0's values of a buffer. A collective."""
+        return buffer.detach().clone()
+
+    def buffers_changed(self, module: nn.Module) -> None:
+        """Told when a state dict was loaded."""
+        return None
 
     @property
     def replicas(self) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -199,6 +202,7 @@ def test_zero_grad_of_some_parameters_drops_those() -> None:
         lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
         lambda model: model.a.weight.grad.full_tensor(),
         lambda model: model.a.weight.grad.clone(),
+        lambda model: copy.deepcopy(model.a.weight.grad),
         lambda model: model.a.weight.grad.detach().mul_(2),
     ],
 )
@@ -256,46 +260,73 @@ def test_a_backward_that_fails_loses_what_was_kept() -> None:
     assert apart(model, expected(1, ["both"])) == []
 
 
-def test_accumulation_is_in_fp32_whatever_goes_over_the_wire() -> None:
+def scaled_input(model, size: float) -> None:
+    """A gradient of `size` in the weight of `nn.Linear(1, 1)`."""
+    model(torch.full((1, 1), size, dtype=model.weight.dtype)).sum().backward()
+
+
+def one_weight(dtype: torch.dtype, world: fxshard.VirtualWorld | None = None, **precision: torch.dtype):
+    model = nn.Linear(1, 1, bias=False).to(dtype)
+    given = {"F": 1} if world is None else {"world": world}
+    return fxshard.compile(model, units="none", mixed_precision=fxshard.MixedPrecision(**precision), **given)
+
+
+@pytest.mark.parametrize(("dtype", "ones", "wanted"), [(torch.float32, 1, 257.0), (torch.bfloat16, 16, 272.0)])
+def test_accumulation_is_in_fp32_whatever_goes_over_the_wire(dtype: torch.dtype, ones: int, wanted: float) -> None:
     """256 + 1 is 256 in bf16; a bf16 gradient of 256 and sixteen ones is 272 if they are added up in fp32."""
-    for dtype, terms, wanted in [(torch.float32, 1, 257.0), (torch.bfloat16, 16, 272.0)]:
-        model = nn.Linear(1, 1, bias=False).to(dtype)
-        precision = fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16)
-        model = fxshard.compile(model, 1, mixed_precision=precision)
-        for size in [256.0] + [1.0] * terms:
-            model(torch.full((1, 1), size, dtype=dtype)).sum().backward()
-        assert model.weight.grad.dtype == dtype
-        assert model.weight.grad.full_tensor().item() == wanted
-        model.zero_grad()
-        for size in [256.0] + [1.0] * terms:
-            with model.no_sync() if size == 1.0 else contextlib.nullcontext():
-                model(torch.full((1, 1), size, dtype=dtype)).sum().backward()
-        model(torch.zeros(1, 1, dtype=dtype)).sum().backward()
-        assert model.weight.grad.full_tensor().item() == wanted
-        narrow = fxshard.compile(
-            nn.Linear(1, 1, bias=False).to(torch.bfloat16),
-            1,
-            mixed_precision=fxshard.MixedPrecision(accumulate=torch.bfloat16),
-        )
-        for size in (256.0, 1.0, 1.0):
-            narrow(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
-        assert narrow.weight.grad.full_tensor().item() == 256.0
+    model = one_weight(dtype, param=torch.bfloat16, reduce=torch.bfloat16)
+    for size in [256.0] + [1.0] * ones:
+        scaled_input(model, size)
+    assert model.weight.grad.dtype == dtype
+    assert model.weight.grad.full_tensor().item() == wanted
+    narrow = one_weight(torch.bfloat16, accumulate=torch.bfloat16)
+    for size in (256.0, 1.0, 1.0):
+        scaled_input(narrow, size)
+    assert narrow.weight.grad.full_tensor().item() == 256.0
+
+
+@pytest.mark.parametrize("keep", ["unsharded", "sharded"])
+@pytest.mark.parametrize(("accumulate", "wanted"), [(None, 272.0), (torch.bfloat16, 256.0)])
+def test_what_is_kept_is_in_fp32(keep: str, accumulate: torch.dtype | None, wanted: float) -> None:
+    """256 and sixteen ones, all kept; in bf16 each one would be lost."""
+    world = fxshard.VirtualWorld(2, contributors=4)
+    more = {} if accumulate is None else {"accumulate": accumulate}
+    model = one_weight(torch.bfloat16, world, **more)
+    for size in [256.0] + [1.0] * 16 + [0.0]:
+        for r in range(4):
+            with world.rank(r), model.no_sync(keep) if size else contextlib.nullcontext():
+                scaled_input(model, size)
+    assert model.weight.grad.full_tensor().item() == wanted
+
+
+def test_sums_of_an_earlier_step_are_not_added_to() -> None:
+    """The second bias is never used in the second step: the unit's gradients are set one by one."""
+    torch.manual_seed(0)
+    plain = TwoOutputs().to(torch.bfloat16)
+    model = fxshard.compile(copy.deepcopy(plain), 2, units="none")
+    for step in range(2):
+        for micro in range(3):
+            for m in (plain, model):
+                outputs = m(batch(3 * step + micro, 0, torch.bfloat16))
+                (outputs[0].sum() if step else outputs[0].sum() + outputs[1].sum()).backward()
+        for (name, a), b in zip(plain.named_parameters(), model.parameters()):
+            assert (a.grad is None) == (b.grad is None), name
+            if a.grad is not None:
+                torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=0.05, atol=0.05)
+        for m in (plain, model):
+            m.zero_grad()
 
 
 def test_a_changed_gradient_is_what_is_added_to() -> None:
     """The wider sum beside a bf16 gradient is void once the gradient was clipped, scaled or set."""
-    model = fxshard.compile(nn.Linear(1, 1, bias=False).to(torch.bfloat16), 1)
-
-    def add(size: float) -> None:
-        model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
-
+    model = one_weight(torch.bfloat16)
     for size in (256.0, 1.0):
-        add(size)
+        scaled_input(model, size)
     model.weight.grad.mul_(0.5)
-    add(1.0)
+    scaled_input(model, 1.0)
     assert model.weight.grad.full_tensor().item() == 129.0
-    model.weight.grad.zero_()
-    add(1.0)
+    model.weight.grad.data.mul_(0.0)
+    scaled_input(model, 1.0)
     assert model.weight.grad.full_tensor().item() == 1.0
 
 
@@ -316,14 +347,102 @@ def test_gradient_divisor_is_checked(bad: object) -> None:
         fxshard.compile(nn.Linear(2, 2), 1, gradient_divisor=bad)
 
 
-def test_backward_of_some_inputs_keeps_only_theirs() -> None:
-    model, plain = sharded(2, 1)[0], built()
-    with model.no_sync():
-        model(batch(0, 0)).square().sum().backward(inputs=[model.left.weight])
-    plain(batch(0, 0)).square().sum().backward(inputs=[plain.left.weight])
-    for m in (model, plain):
-        m(batch(1, 0)).square().sum().backward(inputs=[m.a.weight])
+@pytest.mark.parametrize("keep", ["unsharded", "sharded"])
+@pytest.mark.parametrize(("F", "contributors"), [(1, 4), (2, 4), (4, 4)])
+def test_backward_of_some_inputs_keeps_only_theirs(F: int, contributors: int, keep: str) -> None:
+    """A whole backward, one for a weight, one for the input alone; and the one that ends it, for another weight."""
+    model, world = sharded(F, contributors)
+    plain = built()
+
+    def parts(m, number: int, r: int):
+        x = batch(number, r).requires_grad_()
+        loss = m(x).square().sum() * (1.0 if m is model else 1 / contributors)
+        return loss, {0: None, 1: [m.left.weight], 2: [x], 3: [m.a.weight]}[number]
+
+    for number in range(4):
+        for r in range(contributors):
+            with world.rank(r), model.no_sync(keep) if number < 3 else contextlib.nullcontext():
+                loss, inputs = parts(model, number, r)
+                loss.backward(inputs=inputs)
+            loss, inputs = parts(plain, number, r)
+            loss.backward(inputs=inputs)
     assert apart(model, {n: p.grad for n, p in plain.named_parameters()}) == []
+
+
+def test_a_layer_unfrozen_between_micro_batches() -> None:
+    """What was frozen at compile has gradients from its unfreezing on, kept ones too; what is frozen later keeps its own."""
+    model, world = sharded(2, 4)
+    plain = built()
+    for number, letter in enumerate("usr"):
+        for m in (model, plain):
+            m.a.bias.requires_grad_(number > 0)
+            m.left.requires_grad_(number < 2)
+        micro_step(model, world, number, letter)
+        for r in range(4):
+            (plain(batch(number, r)).square().sum() / 4).backward()
+    assert apart(model, {n: p.grad for n, p in plain.named_parameters()}) == []
+
+
+def test_a_closure_may_hold_the_last_backward() -> None:
+    model, plain = sharded(2, 1)[0], built()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+    with model.no_sync():
+        model(batch(0, 0)).square().sum().backward()
+    plain(batch(0, 0)).square().sum().backward()
+    for m, optimizer in zip((model, plain), optimizers):
+
+        def closure(m: nn.Module = m) -> Tensor:
+            loss = m(batch(1, 0)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    pairs = zip(model.parameters(), plain.parameters())
+    assert all(torch.allclose(a.full_tensor(), b, rtol=0, atol=1e-12) for a, b in pairs)
+
+
+def test_a_forward_that_fails_loses_nothing() -> None:
+    model, _ = sharded(2, 1)
+    with model.no_sync():
+        model(batch(0, 0)).square().sum().backward()
+    with pytest.raises(RuntimeError):
+        model(batch(1, 0)[:, :4])
+    model(batch(1, 0)).square().sum().backward()
+    assert apart(model, expected(1, ["both"] * 2)) == []
+
+
+def test_a_model_that_is_gone_leaves_nothing_that_it_kept() -> None:
+    model, _ = sharded(2, 1)
+    model(batch(0, 0)).square().sum().backward()
+    with model.no_sync():
+        model(batch(0, 0)).square().sum().backward()
+    loss = model(batch(0, 0)).square().sum()
+    gone = [weakref.ref(model), weakref.ref(model.a.weight.grad), weakref.ref(model.__dict__["_fxshard"].executor)]
+    del model
+    gc.collect()
+    assert gone[0]() is None, "a loss holds no model"
+    del loss
+    gc.collect()
+    assert [r() for r in gone] == [None] * 3
+
+
+def test_stand_ins_leave_no_cycles() -> None:
+    model, _ = sharded(2, 1)
+    for _ in range(2):
+        with model.no_sync():
+            model(batch(0, 0)).square().sum().backward()
+        model(batch(0, 0)).square().sum().backward()
+        model.zero_grad()
+    gc.collect()
+    gc.disable()
+    try:
+        with model.no_sync():
+            model(batch(0, 0)).square().sum().backward()
+        gone = weakref.ref(model.a.weight.grad)
+        model(batch(0, 0)).square().sum().backward()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_schedules_say_what_they_do() -> None:
@@ -415,5 +534,7 @@ def test_passes_of_an_accumulation_are_to_look_at() -> None:
         built(), batch(0, 0), F=2, W=4, units=[nn.Linear], passes=[fxshard.passes.DeferReduces("sharded")]
     )
     assert traced.accumulation.keep == "sharded"
-    with pytest.raises(ScheduleError, match=r"nothing can have been kept of 'b'; .*'a', 'left', 'right'"):
+    with pytest.raises(
+        ScheduleError, match=r"nothing can have been kept of 'b'; .*'a', 'a\[frozen\]', 'left', 'right'"
+    ):
         fxshard.trace(built(), batch(0, 0), F=2, units=[nn.Linear], passes=[fxshard.passes.TakeKept(("b",))])

@@ -60,6 +60,12 @@ def test_a_state_dict_holds_copies() -> None:
     assert not torch.equal(sharded.state_dict()["layers.0.linear.weight"], kept["layers.0.linear.weight"])
     sizes = {t.untyped_storage().nbytes() - t.nbytes for t in before.values()}
     assert sizes == {0}
+    normed = fxshard.compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), F=2, units="none")
+    state = normed.state_dict()
+    normed(torch.randn(4, 4))
+    assert not state["1.running_mean"].any()
+    kept = normed.state_dict(keep_vars=True)
+    assert kept["1.running_mean"] is normed[1].running_mean
 
 
 def test_the_optimizers_own_state_stays_sharded() -> None:
@@ -101,3 +107,54 @@ def test_an_optimizer_that_stepped_before_its_model_was_sharded() -> None:
     train(model, optimizer, batches(1))
     assert all(type(s["momentum_buffer"]) is torch.Tensor for s in optimizer.state_dict()["state"].values())
     assert all(isinstance(s["momentum_buffer"], fxshard.ShardedParameter) for s in optimizer.state.values())
+
+
+def test_inside_unsharded_it_is_the_plain_models() -> None:
+    _, sharded = pair(Framed, 2)
+    with sharded.unsharded():
+        state = sharded.state_dict()
+        assert all(state[name].data_ptr() == p.data_ptr() for name, p in sharded.named_parameters())
+
+
+def test_moments_and_counters_of_a_parameter_without_dims() -> None:
+    """NAdam's `mu_product` has the shape of the parameter, and is no moment of it."""
+
+    class Scaled(Framed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    for kind in (torch.optim.NAdam, torch.optim.AdamW):
+        plain, sharded = pair(Scaled, 2)
+        steppers = [kind(m.parameters(), lr=0.01) for m in (plain, sharded)]
+        for model, stepper in zip((plain, sharded), steppers):
+            train(model, stepper, batches(2))
+        other = fxshard.compile(Scaled(), F=3)
+        other.load_state_dict(sharded.state_dict())
+        again = kind(other.parameters(), lr=0.01)
+        again.load_state_dict(through_a_file(steppers[1].state_dict()))
+        for model, stepper in ((plain, steppers[0]), (other, again)):
+            train(model, stepper, batches(4)[2:])
+        assert differences(plain, other) == []
+
+
+def test_buffers_of_several_contributors() -> None:
+    """A state dict has rank 0's; loading one gives them to all."""
+    world = fxshard.VirtualWorld(2, contributors=2)
+    torch.manual_seed(0)
+    model = fxshard.compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), world=world, units="none")
+    means = []
+    for r in range(2):
+        with world.rank(r):
+            model(torch.randn(8, 4) + r).sum().backward()
+            means.append(model[1].running_mean.clone())
+    state = model.state_dict()
+    assert torch.equal(state["1.running_mean"], means[0])
+    assert not torch.equal(means[0], means[1])
+    model.load_state_dict(state)
+    for r in range(2):
+        with world.rank(r):
+            assert torch.equal(model[1].running_mean, means[0])

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage
 
 
-def install(model: nn.Module, storages: Mapping[str, FlatStorage]) -> None:
-    """From now on `model.state_dict()` holds DTensors; `load_state_dict` takes them, plain whole tensors and pieces."""
-    model.register_state_dict_post_hook(_hook(storages))
+def install(model: nn.Module, storages: Mapping[str, FlatStorage], plain: Callable[[], bool]) -> None:
+    """From now on `model.state_dict()` holds DTensors; `load_state_dict` takes them, plain whole tensors and pieces. While
+    `plain()`, the parameters are whole ones, and a state dict is what it always was."""
+    world = next(iter(storages.values())).world
+    model.register_state_dict_post_hook(_hook(storages, plain))
+    model.register_load_state_dict_post_hook(lambda module, _: world.buffers_changed(module))
 
 
-def _hook(storages: Mapping[str, FlatStorage]) -> Callable[..., None]:
+def _hook(storages: Mapping[str, FlatStorage], plain: Callable[[], bool]) -> Callable[..., None]:
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if plain():
+            return
         for storage in storages.values():
             specs = storage.flat.parameters
             names = [[prefix + fqn for fqn in (spec.fqn, *spec.aliases)] for spec in specs]
@@ -35,9 +40,10 @@ def _hook(storages: Mapping[str, FlatStorage]) -> Callable[..., None]:
             for tied, whole in zip(names, storage.redistributed(pieces)):
                 state.update({n: whole for n in tied if _is_piece(state.get(n))})
         world = next(iter(storages.values())).world
-        for name, value in state.items():
-            if name.startswith(prefix) and isinstance(value, Tensor) and not _is_sharded(value):
-                state[name] = world.first_ranks(value)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value is not buffer:  # with `keep_vars` it is
+                state[prefix + name] = world.first_ranks(name, value)
 
     return convert
 
@@ -45,7 +51,3 @@ def _hook(storages: Mapping[str, FlatStorage]) -> Callable[..., None]:
 def _is_piece(value: Any) -> bool:
     """Whether it is a piece of a parameter; with `keep_vars` a state dict holds the parameters, and keeps them."""
     return isinstance(value, ShardedParameter) and not isinstance(value, nn.Parameter)
-
-
-def _is_sharded(value: Tensor) -> bool:
-    return isinstance(value, (ShardedParameter, nn.Parameter)) or hasattr(value, "full_tensor")

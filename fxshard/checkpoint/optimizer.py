@@ -21,6 +21,11 @@ from fxshard.parameter import ShardedParameter
 if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage
 
+MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "acc_delta"}
+)
+"""What torch's optimizers call state of their parameters' shape."""
+
 _MET: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _OTHERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers without a sharded parameter, when they last stepped."""
@@ -57,13 +62,19 @@ def _sharded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, ShardedPar
 
 def _to_pieces(optimizer: torch.optim.Optimizer) -> None:
     """Cut what is of a parameter's shape and is whole, or a DTensor, to this rank's piece."""
-    for _, parameter in _sharded(optimizer):
-        state = optimizer.state.get(parameter, {})
+    held = [(p, optimizer.state.get(p, {})) for _, p in _sharded(optimizer)]
+    # Of a parameter without dims a moment and a counter look the same.
+    moments = {key for p, state in held for key, v in state.items() if p.dim() and _shape(v) == p.shape} | MOMENTS
+    for parameter, state in held:
         for key, value in state.items():
             loaded = isinstance(value, Tensor) and not isinstance(value, ShardedParameter)
-            if loaded and key != "step" and value.shape == parameter.shape:
+            if loaded and _shape(value) == parameter.shape and (key in moments or hasattr(value, "full_tensor")):
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 state[key] = parameter.like(parameter.piece_of(whole).clone(), state=True)
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _to_dtensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +86,10 @@ def _to_dtensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
         for key, value in state.get(n, {}).items():
             if isinstance(value, ShardedParameter):
                 storage = parameter.binding.owner() if parameter.binding is not None else None
-                assert storage is not None, "the model is gone"
+                if storage is None:
+                    raise RuntimeError(
+                        f"the model of parameter '{parameter.fqn}' is gone: make state dicts while it is there"
+                    )
                 todo.setdefault((storage, key, value.dtype), {})[parameter.fqn] = n, value.local
     for (storage, key, _), held in todo.items():
         pieces = [held[fqn][1] if fqn in held else None for fqn in storage.flat.fqns]

@@ -24,7 +24,7 @@ from fxshard.ir.nodes import INFO, NodeInfo, Slot, hint, user_line
 from fxshard.ir.phase import Phase
 from fxshard.ir.schedule import Accumulation, MemoryPlan, Origin, PassRecord, Remark, Schedule
 
-FORMAT, VERSION = "fxshard schedule", 1
+FORMAT, VERSION = "fxshard schedule", 2
 
 _WRITTEN = "fxshard_value"
 """Where a value keeps how it was written, device and expressions included: on the tensor, or in `node.meta`."""

@@ -108,7 +108,7 @@ class MemoryPlan:
     saved_weight_bytes: int = 0
     """What forward keeps for backward because it is made from a parameter and data together; outside the arena."""
     kept_bytes: int = 0
-    """Gradients that stay behind until a later backward reduces them; outside the arena."""
+    """Gradients of one rank that stay behind until a later backward reduces them; outside the arena."""
 
 
 @dataclass(frozen=True)
