@@ -143,7 +143,9 @@ class ShardedParameter(torch.Tensor):
         return flat.as_strided(self.shape, self.stride())
 
     def piece_of(self, full: Tensor) -> Tensor:
-        """This rank's piece of a plain tensor that broadcasts to the logical shape: (length,)."""
+        """This rank's piece of a plain tensor, or a DTensor (then a collective), that broadcasts to the logical shape:
+        (length,)."""
+        full = full.full_tensor() if hasattr(full, "full_tensor") else full
         binding = self._bound("a plain tensor")
         stored = torch.empty_strided(self.shape, self.stride(), dtype=full.dtype, device=full.device)
         stored.copy_(full)
@@ -310,9 +312,7 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
         if isinstance(x, ShardedParameter):
             _check_together(func, first, x)
             return x.local
-        if isinstance(x, Tensor) and hasattr(x, "full_tensor"):  # a DTensor
-            return first.piece_of(x.full_tensor())
-        if isinstance(x, Tensor) and x.dim() > 0:
+        if isinstance(x, Tensor) and (x.dim() > 0 or hasattr(x, "full_tensor")):
             return first.piece_of(x)
         return x
 

@@ -24,6 +24,7 @@ from fxshard.ir import Accumulation, Phase, Remarks, Schedule, ops
 from fxshard.ir.nodes import info
 from fxshard.options import check_choice
 from fxshard.passes.base import Pass
+from fxshard.passes.insert_reduces import remove_presence
 
 KEEPS = ("unsharded", "sharded")
 
@@ -74,10 +75,7 @@ class DeferReduces(Pass):
             for node in (last, last.args[0], last.args[0].args[0]):  # type: ignore[union-attr]
                 phase.graph.erase_node(node)  # type: ignore[arg-type]
             remarks.passed(flat.name, "its sum of the shard group kept, not reduced across replicas")
-        for node in phase.nodes("presence"):
-            for wait in [*node.users]:
-                phase.graph.erase_node(wait)
-            phase.graph.erase_node(node)
+        remove_presence(phase)
         schedule.accumulation = Accumulation(keep, schedule.accumulation.kept, schedule.accumulation.kept_shards)
         schedule.memory.kept_bytes = kept_bytes
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxshard.ir import FlatParameter, Remarks, Schedule, ops
+from fxshard.ir import FlatParameter, Phase, Remarks, Schedule, ops
 from fxshard.ir.nodes import describe, info
 from fxshard.passes.base import Pass
 
@@ -111,3 +111,13 @@ def insert_presence(schedule: Schedule, flats: Sequence[str], by: str) -> None:
         assert end is not None
         end.args = (*end.args[:2], present, start)
         start += len(grads)
+
+
+def remove_presence(phase: Phase) -> None:
+    """Undo `insert_presence`."""
+    for node in phase.nodes("presence"):
+        for wait in [*node.users]:
+            for end in [*wait.users]:
+                end.args = end.args[:2]
+            phase.graph.erase_node(wait)
+        phase.graph.erase_node(node)

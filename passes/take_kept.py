@@ -19,7 +19,7 @@ from fxshard.errors import ScheduleError
 from fxshard.ir import Remarks, Schedule
 from fxshard.ir.nodes import info
 from fxshard.passes.base import Pass
-from fxshard.passes.insert_reduces import insert_presence, insert_reduce
+from fxshard.passes.insert_reduces import insert_presence, insert_reduce, remove_presence
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,7 @@ class TakeKept(Pass):
                 flat = schedule.flats[name]
                 insert_reduce(schedule, flat, [None] * len(flat.parameters), phase.output.prev, self.name)
                 remarks.passed(name, "reduced at the end: this backward has no gradient of it")
-        for node in phase.nodes("presence"):
-            for wait in [*node.users]:
-                for end in [*wait.users]:
-                    end.args = end.args[:2]
-                phase.graph.erase_node(wait)
-            phase.graph.erase_node(node)
+        remove_presence(phase)
         reduced = [info(node).flat or "" for node in phase.nodes("flatten_grads")]
         insert_presence(schedule, reduced, self.name)
         schedule.needs_presence = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxshard.kept import KeptGradient
-from fxshard.parameter import ShardedParameter
-from fxshard.runtime.kernels import FlattenPlan, flatten_cast_scale
 
 if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage
+
+Flatten = Callable[[Sequence[Tensor | None], Tensor, bool], None]
+"""Puts gradients, divided, into a flat buffer, or adds them to it."""
 
 
 class KeptGradients:
@@ -38,19 +39,16 @@ class KeptGradients:
         self.standing: dict[int, KeptGradient] = {}
         """What stands in `.grad`, by position of the parameter."""
 
-    def keep_whole(self, gradients: Sequence[Tensor | None], scale: float, plan: FlattenPlan) -> None:
-        """Add this contributor's gradients, times `scale`, to what is kept of its own."""
+    def keep_whole(self, gradients: Sequence[Tensor | None], flatten: Flatten) -> None:
+        """Add this contributor's gradients to what is kept of its own."""
         flat, world = self.storage.flat, self.storage.world
         self.note([g is not None for g in gradients])
         total = self.whole.get(world.contributor)
-        numels, strides = [p.numel for p in flat.parameters], [p.stride for p in flat.parameters]
         accumulate = total is not None
         if total is None:
             total = torch.empty(flat.padded_numel, dtype=flat.accumulate_dtype, device=world.device)
             self.whole[world.contributor] = total
-        flatten_cast_scale(
-            gradients, flat.offsets, numels, total, scale, strides=strides, plan=plan, accumulate=accumulate
-        )
+        flatten(gradients, total, accumulate)
 
     def take_whole(self) -> Tensor:
         """This contributor's gradients (padded,); they are not kept any more."""
@@ -69,11 +67,8 @@ class KeptGradients:
         parameter, for another rank may have brought what this one did not."""
         leaves = list(self.storage.parameters.values())
         for leaf in leaves:
-            if leaf.grad is not None and not isinstance(leaf.grad, ShardedParameter):
-                raise TypeError(
-                    f"parameter '{leaf.fqn}' has a plain tensor as .grad; "  # type: ignore[attr-defined]
-                    "a sharded gradient cannot be added to it. Set it to None before backward"
-                )
+            if leaf.grad is not None:
+                self.storage.sharded_gradient(leaf)
         self.live[self.storage.flat.name] = self
         _STANDING.add(self)
         _watch_optimizers()
@@ -95,11 +90,11 @@ class KeptGradients:
             if leaves[i].grad is standing and not standing.dropped:
                 continue
             del self.standing[i]
-            flat, piece = self.storage.flat, self.storage.pieces[i]
+            flat = self.storage.flat
             for total in self.whole.values():
                 total[flat.offsets[i] : flat.offsets[i] + flat.parameters[i].numel].zero_()
             for total in self.shards:
-                total[piece.shard_start : piece.shard_start + piece.length].zero_()
+                self.storage.views(total)[i].zero_()
             for flags in self.flags.values():
                 flags[i] = False
         if not self.standing:

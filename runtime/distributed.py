@@ -72,7 +72,7 @@ class DistributedWorld(World):
         ranks = self.grid if self.replicas > 1 else self.grid[0]
         return DeviceMesh.from_group(groups, self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
 
-    def to_dtensor(self, whole: Tensor) -> Tensor:
+    def to_state(self, whole: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         local: Tensor = whole

@@ -24,7 +24,7 @@ from fxshard.ir.layout import aligned
 from fxshard.ir.nodes import info, takes_kept
 from fxshard.ir.specialise import specialise
 from fxshard.parameter import Generation
-from fxshard.runtime.accumulation import KeptGradients
+from fxshard.runtime.accumulation import Flatten, KeptGradients
 from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
 from fxshard.runtime.lowering import Lowered, lower
 from fxshard.runtime.storage import FlatStorage
@@ -476,31 +476,29 @@ class _Binder:
 
         return run
 
+    def _flattener(self, node: fx.Node) -> Flatten:
+        """What a FLAT or a KEEP of whole gradients does with them: gradients, a flat buffer, whether to add to it."""
+        flat = self._flat(node).flat
+        numels = [p.numel for p in flat.parameters]
+        strides = [p.stride for p in flat.parameters]
+        plan = FlattenPlan(flat.offsets, numels, flat.padded_numel, self.world.device)
+        divisor: Any = node.args[4]
+        scale = 1.0 / divisor
+
+        def flatten(gradients: Sequence[Tensor | None], out: Tensor, accumulate: bool) -> None:
+            flatten_cast_scale(
+                gradients, flat.offsets, numels, out, scale, strides=strides, plan=plan, accumulate=accumulate
+            )
+
+        return flatten
+
     def _flatten_grads(self, node: fx.Node) -> Callable[..., Any]:
         storage, streams, events = self._flat(node), self.streams, self.events
         flat = storage.flat
         out = self._place(node, flat.reduce_dtype, flat.padded_numel)
         self.buffers[node] = out
-        numels = [p.numel for p in flat.parameters]
-        strides = [p.stride for p in flat.parameters]
-        plan = FlattenPlan(flat.offsets, numels, flat.padded_numel, out.device)
-        divisor: Any = node.args[4]
-        scale, before = 1.0 / divisor, self._before(node, "compute")
-        label, done = self._label(node), _done(node)
-
-        def add_kept(gradients: Sequence[Tensor | None]) -> None:
-            before()
-            streams.touch("compute", label, True)
-            total = storage.kept.take_whole()
-            flatten_cast_scale(
-                self._wanted(storage, gradients), flat.offsets, numels, total, scale, strides=strides, plan=plan,
-                accumulate=True,
-            )  # fmt: skip
-            cast_shard(total, out)
-            events[done] = streams.record("compute")
-
-        if takes_kept(node):
-            return add_kept
+        flatten, before = self._flattener(node), self._before(node, "compute")
+        label, done, adds_kept = self._label(node), _done(node), takes_kept(node)
         accumulates = self.schedule.accumulation != NOTHING_KEPT  # then ACC does not know what was not asked for
 
         def run(gradients: Sequence[Tensor | None]) -> None:
@@ -508,7 +506,12 @@ class _Binder:
                 gradients = self._wanted(storage, gradients)
             before()
             streams.touch("compute", label, True)
-            flatten_cast_scale(gradients, flat.offsets, numels, out, scale, strides=strides, plan=plan)
+            if adds_kept:
+                total = storage.kept.take_whole()
+                flatten(gradients, total, True)
+                cast_shard(total, out)
+            else:
+                flatten(gradients, out, False)
             events[done] = streams.record("compute")
 
         return run
@@ -519,16 +522,8 @@ class _Binder:
         return [None if fqn in skipped else g for fqn, g in zip(storage.flat.fqns, gradients)] if skipped else gradients
 
     def _keep_grads(self, node: fx.Node) -> Callable[..., Any]:
-        storage = self._flat(node)
-        flat = storage.flat
-        plan = FlattenPlan(flat.offsets, [p.numel for p in flat.parameters], flat.padded_numel, self.world.device)
-        divisor: Any = node.args[4]
-        scale = 1.0 / divisor
-
-        def run(gradients: Sequence[Tensor | None]) -> None:
-            storage.kept.keep_whole(self._wanted(storage, gradients), scale, plan)
-
-        return run
+        storage, flatten = self._flat(node), self._flattener(node)
+        return lambda gradients: storage.kept.keep_whole(self._wanted(storage, gradients), flatten)
 
     def _keep_shard(self, node: fx.Node) -> Callable[..., Any]:
         storage, world, streams, executor = self._flat(node), self.world, self.streams, self.executor

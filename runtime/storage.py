@@ -28,7 +28,7 @@ class FlatStorage:
         self.pieces = world.pieces(flat)
         self.bindings = [self._binding(i, generation) for i in range(len(self.pieces))]
         self.parameters: dict[str, nn.Parameter] = {}
-        for spec, view, binding in zip(flat.parameters, self._views(shard), self.bindings):
+        for spec, view, binding in zip(flat.parameters, self.views(shard), self.bindings):
             wrapped = ShardedParameter(view, spec.shape, spec.stride, spec.fqn, binding)
             self.parameters[spec.fqn] = nn.Parameter(wrapped, requires_grad=spec.requires_grad)
         self.kept = KeptGradients(self)
@@ -51,29 +51,23 @@ class FlatStorage:
         reduce = self.world.reduce_small
         return Binding(spec.fqn, spec.numel, piece.start, piece.length, generation, gather, reduce, weakref.ref(self))
 
-    def _views(self, part: Tensor) -> list[Tensor]:
+    def views(self, part: Tensor) -> list[Tensor]:
+        """The pieces of a part (held * S,), each (length,)."""
         return [part[p.shard_start : p.shard_start + p.length] for p in self.pieces]
 
     def redistributed(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """From this rank's pieces (length,) of values of the parameters' shapes, of one dtype, the values: DTensors cut along
-        dim 0 in the shard group, one of no dims on every rank; without a process group plain ones. Copies all. Where a piece is
-        None, None. A collective of the shard group."""
+        """From this rank's pieces (length,) of values of the parameters' shapes, of one dtype, what a state dict holds of
+        them, see `World.to_state`; None where a piece is None. A collective of the shard group."""
         flat, world = self.flat, self.world
-        example = next(piece for piece in pieces if piece is not None)
-        if world.mesh is None:
-            return [
-                None if piece is None else piece.clone().as_strided(spec.shape, spec.stride)
-                for spec, piece in zip(flat.parameters, pieces, strict=True)
-            ]
-        part = example.new_zeros(world.held_numel(flat))
-        for place, piece in zip(self.pieces, pieces, strict=True):
+        part = next(piece for piece in pieces if piece is not None).new_zeros(world.held_numel(flat))
+        for place, piece in zip(self.views(part), pieces, strict=True):
             if piece is not None:
-                part[place.shard_start : place.shard_start + place.length] = piece
+                place.copy_(piece)
         full = world.gather_flat(flat, part)
         wholes = (
             full.as_strided(spec.shape, spec.stride, offset) for spec, offset in zip(flat.parameters, flat.offsets)
         )
-        return [None if piece is None else world.to_dtensor(whole) for piece, whole in zip(pieces, wholes)]
+        return [None if piece is None else world.to_state(whole) for piece, whole in zip(pieces, wholes)]
 
     def bind_accumulate(self, reduced: Tensor) -> Callable[[Sequence[bool] | None], None]:
         """Bind handing `reduced` (held * S,) to `.grad`; the flags say which parameters have a gradient anywhere.
@@ -81,7 +75,7 @@ class FlatStorage:
         Accumulation is in `flat.accumulate_dtype`. Kept wrappers are reused when nobody else holds them: making one for each
         parameter each step costs about 30 us.
         """
-        views = self._views(reduced)
+        views = self.views(reduced)
         leaves = list(self.parameters.values())
         everything = [True] * len(views)
 
@@ -116,7 +110,7 @@ class FlatStorage:
     def _add(self, index: int, leaf: nn.Parameter, reduced: Tensor) -> None:
         """Add to `.grad`. Where it is narrower than the accumulation dtype the sum so far is kept beside it, from the second
         backward on, so that small terms are not lost one by one; it is void once `.grad` was changed by anyone else."""
-        gradient = self._sharded_gradient(leaf)
+        gradient = self.sharded_gradient(leaf)
         if self.flat.accumulate_dtype.itemsize <= gradient.dtype.itemsize:
             gradient.local.add_(reduced)
             return
@@ -128,7 +122,8 @@ class FlatStorage:
             self._sums[index] = (weakref.ref(gradient), gradient.edits[0], total)
         gradient.local.copy_(total.add_(reduced))
 
-    def _sharded_gradient(self, leaf: nn.Parameter) -> ShardedParameter:
+    def sharded_gradient(self, leaf: nn.Parameter) -> ShardedParameter:
+        """`.grad` of a parameter. Raises TypeError where it is no sharded one."""
         gradient = leaf.grad
         if not isinstance(gradient, ShardedParameter):
             raise TypeError(
@@ -143,7 +138,7 @@ class FlatStorage:
             self._gradient = torch.zeros_like(self.shard)
             self._wrappers = [
                 ShardedParameter(view, spec.shape, spec.stride, spec.fqn, binding, is_state=True)
-                for spec, view, binding in zip(self.flat.parameters, self._views(self._gradient), self.bindings)
+                for spec, view, binding in zip(self.flat.parameters, self.views(self._gradient), self.bindings)
             ]
         return self._wrappers
 

@@ -47,13 +47,10 @@ class World(ABC):
     device: torch.device
     kind: str
 
-    mesh: Any = None
-    """The DeviceMesh that DTensors are cut over: (shard,), with replicas (replicate, shard); None without a process group."""
-
-    def to_dtensor(self, whole: Tensor) -> Tensor:
-        """A DTensor of a tensor that this rank has whole: a contiguous copy of its rows of dim 0, or of all of it if it
-        has no dims."""
-        raise NotImplementedError(f"a {self.kind} world has no mesh")
+    @abstractmethod
+    def to_state(self, whole: Tensor) -> Tensor:
+        """A copy for a state dict of a tensor that this rank has whole: over a process group a DTensor of its rows of dim 0
+        in the shard group (of all of it, on every rank, if it has no dims); plain without one."""
 
     def first_ranks(self, name: str, buffer: Tensor) -> Tensor:
         """A copy of rank 0's values of a buffer. A collective."""

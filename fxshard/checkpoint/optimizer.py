@@ -69,8 +69,7 @@ def _to_pieces(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             loaded = isinstance(value, Tensor) and not isinstance(value, ShardedParameter)
             if loaded and _shape(value) == parameter.shape and (key in moments or hasattr(value, "full_tensor")):
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                state[key] = parameter.like(parameter.piece_of(whole).clone(), state=True)
+                state[key] = parameter.like(parameter.piece_of(value).clone(), state=True)
 
 
 def _shape(value: Any) -> torch.Size | None:

@@ -167,6 +167,15 @@ def same(system: System, model: nn.Module, wanted: nn.Module, atol: float = 1e-6
     return True
 
 
+def same_after_a_step(system: System, model: nn.Module, optimizer: torch.optim.Optimizer, wanted: nn.Module) -> bool:
+    """Whether SGD on a first batch moves the parameters to where it moves those of `wanted`, which has its gradients."""
+    both(model(batch(0))).backward()
+    optimizer.step()
+    torch.optim.SGD(wanted.parameters(), 0.1).step()
+    got = system.values(model)
+    return all(torch.allclose(got[n], p, rtol=0, atol=1e-6) for n, p in wanted.named_parameters())
+
+
 # -- accumulation
 
 
@@ -347,22 +356,14 @@ def weights_tied_across_units(system: System) -> bool:
     model = system.wrap(Tied())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     wanted = eager(Tied(), 1)
-    both(model(batch(0))).backward()
-    optimizer.step()
-    torch.optim.SGD(wanted.parameters(), 0.1).step()
-    got = system.values(model)
-    return all(torch.allclose(got[n], p, rtol=0, atol=1e-6) for n, p in wanted.named_parameters())
+    return same_after_a_step(system, model, optimizer, wanted)
 
 
 def an_optimizer_made_before_sharding(system: System) -> bool:
     plain = Small()
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     model, wanted = system.wrap(plain), eager(Small(), 1)
-    both(model(batch(0))).backward()
-    optimizer.step()
-    torch.optim.SGD(wanted.parameters(), 0.1).step()
-    got = system.values(model)
-    return all(torch.allclose(got[n], p, rtol=0, atol=1e-6) for n, p in wanted.named_parameters())
+    return same_after_a_step(system, model, optimizer, wanted)
 
 
 def decay_rules_by_number_of_dims(system: System) -> bool:
