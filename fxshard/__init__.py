@@ -6,6 +6,7 @@ print(model.schedule)
 """
 
 from fxshard.api import ShardedModule, compile, is_compiled, trace
+from fxshard.deferred import deferred_init
 from fxshard.errors import AgreementError, CaptureError, FxshardError, PassError, ScheduleError
 from fxshard.ir import FlatParameter, Phase, Schedule
 from fxshard.ir.diff import ScheduleDiff, diff
@@ -38,6 +39,7 @@ __all__ = [
     "ShardedParameter",
     "VirtualWorld",
     "compile",
+    "deferred_init",
     "diff",
     "is_compiled",
     "trace",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard.passes as passes
+from fxshard import deferred
 from fxshard.capture import torch_private
 from fxshard.capture.backend import CaptureBackend
 from fxshard.capture.build import Captured
@@ -39,7 +40,7 @@ from fxshard.runtime import (
     VirtualWorld,
     World,
 )
-from fxshard.sharding import cast_buffers, shard
+from fxshard.sharding import cast_buffers, shard, uninitialisable
 from fxshard.units import BytesOfFirstUse, Unit, flat_parameters, partition, units_by_bytes
 
 _STATE = "_fxshard"
@@ -361,7 +362,9 @@ def compile(
     example_inputs: arguments of forward: a tuple, list or dict, or the only one. The forward is then captured before
     anything is sharded, and what cannot be captured leaves the model as it was.
     init: for a model (or parts of one) on the meta device: called with each module whose own parameters or buffers
-    were made empty on the device, unit by unit; no rank ever holds the whole model.
+    were made empty on the device, unit by unit; no rank ever holds the whole model. Without it a model made by
+    `fxshard.deferred_init` gets the values its constructor gives, any other module's own `reset_parameters` and the
+    `_init_weights` of the model around it are called, on the same terms.
     Other options: see `fxshard.Options`.
 
     Parameters keep their identity, so an optimizer made before holds the right ones; its state has to be made after.
@@ -450,21 +453,26 @@ def _check_model(model: Any, function: str) -> None:
 
 
 def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
-    on_meta = [n for n, x in (*model.named_parameters(), *model.named_buffers()) if x.device.type == "meta"]
-    if on_meta and init is None:
-        shown = ", ".join(on_meta[:4]) + (f" and {len(on_meta) - 4} more" if len(on_meta) > 4 else "")
-        raise ValueError(f"what is on the meta device ({shown}) needs an init function: compile(model, init=...)")
+    if init is not None and not callable(init):
+        raise TypeError(f"init={init!r}: a function of a module was expected")
+    if init is None and (bare := uninitialisable(model)):
+        raise ValueError(
+            f"what is on the meta device ({_some(bare)}) needs an init function, compile(model, init=...), or a module that "
+            "has `reset_parameters` or `_init_weights`, or a model made by fxshard.deferred_init"
+        )
     kinds = {p.device.type for _, p in model.named_parameters()} - {"meta"}
     if len(kinds) > 1:
         raise ValueError(f"parameters are on several devices ({', '.join(sorted(kinds))}); move the model to one")
     hooked = [n for n, p in model.named_parameters() if torch_private.gradient_hooks(p)[0]]
-    if init is not None and not callable(init):
-        raise TypeError(f"init={init!r}: a function of a module was expected")
     if hooked:
         raise ValueError(
             f"parameters have tensor hooks ({', '.join(hooked[:4])}): sharded gradients do not pass through autograd. "
             "Remove them; register_post_accumulate_grad_hook sees the reduced gradient"
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _placed(model: nn.Module) -> torch.device | None:
@@ -696,7 +704,8 @@ def _trace(
     saved: list[tuple[dict[str, Any], str, Any]] = []
     args, kwargs = _arguments(example_inputs)
     # Operators are chosen by device and some do not differentiate on meta: what is on meta is captured as `device`.
-    args, kwargs = torch_private.pytree.tree_map(lambda x: _off_meta(x, device), (args, kwargs))
+    on_device: dict[Tensor, Tensor] = {}
+    args, kwargs = torch_private.pytree.tree_map(lambda x: _made_real(x, device, on_device), (args, kwargs))
     if options.mixed_precision.param is not None:
         dtype = options.mixed_precision.param
         args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
@@ -708,9 +717,9 @@ def _trace(
                     saved.append((module._parameters, name, p))
                     module._parameters[name] = stand_ins[f"{prefix}.{name}" if prefix else name]
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "meta":
+                if buffer is not None and (real := _made_real(buffer, device, on_device)) is not buffer:
                     saved.append((module._buffers, name, buffer))
-                    module._buffers[name] = _off_meta(buffer, device)
+                    module._buffers[name] = real
         with torch_private.without_default_device(), torch_private.while_capturing():
             captured(*args, **kwargs)
     except torch_private.CAPTURE_FAILURES as error:
@@ -724,10 +733,14 @@ def _trace(
     return state.latest_schedule()
 
 
-def _off_meta(x: Any, device: torch.device) -> Any:
-    if not isinstance(x, Tensor) or x.device.type != "meta":
+def _made_real(x: Any, device: torch.device, made: dict[Tensor, Tensor]) -> Any:
+    """Zeros in place of a tensor without memory, the same ones for the same tensor; anything else is left alone."""
+    if not isinstance(x, Tensor) or not (x.device.type == "meta" or deferred.is_deferred(x)):
         return x
-    return torch.zeros_like(x, device=device).requires_grad_(x.requires_grad)
+    if x not in made:
+        zeros = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device).zero_()
+        made[x] = zeros.requires_grad_(x.requires_grad)
+    return made[x]
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fxshard.capture.torch_private import FakeTensor, pytree, unscale, wrapper_subclass
+from fxshard.capture.torch_private import FakeTensor, pytree, unscale, wrapper_subclass, written_arguments
 
 aten = torch.ops.aten
 
@@ -286,13 +286,7 @@ def _changed(parameters: Sequence[ShardedParameter]) -> None:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedParameter]:
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            found += [v for v in values if isinstance(v, ShardedParameter)]
-    return found
+    return [x for x in written_arguments(func, args, kwargs) if isinstance(x, ShardedParameter)]
 
 
 def _check_together(func: Any, first: ShardedParameter, other: ShardedParameter) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxshard import deferred
 from fxshard.capture import torch_private
 from fxshard.ir import FlatParameter
 from fxshard.options import InitFunction, Options
@@ -36,17 +36,19 @@ def shard(
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._parameters
     }
-    with _Materialised(world.device, init) as materialised:
+    here = world.is_first or not options.sync_parameters
+    with _Sources(model, world.device, init, here) as sources:
         for flat in flats.values():
-            full = torch.zeros(flat.padded_numel, dtype=flat.dtype, device=world.device)
-            for spec, offset in zip(flat.parameters, flat.offsets):
-                with materialised.parameter([owners[fqn] for fqn in (spec.fqn, *spec.aliases)]) as source:
-                    full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride).copy_(source.detach())
-            part = world.scatter_from_first(flat, full) if options.sync_parameters else world.my_part(flat, full)
+            full = sources.whole(flat, owners)
+            if options.sync_parameters:
+                part = world.scatter_from_first(flat, full)
+            else:
+                assert full is not None
+                part = world.my_part(flat, full)
             own = part.clone() if part.untyped_storage().nbytes() > part.numel() * part.element_size() else part
             storages[flat.name] = FlatStorage(flat, world, own, generation)
             del full
-        materialised.buffers(model)
+        sources.buffers()
     replaced = []
     for storage in storages.values():
         for spec in storage.flat.parameters:
@@ -99,19 +101,23 @@ def _become(original: nn.Parameter, piece: nn.Parameter) -> bool:
     return True
 
 
-class _Materialised:
-    """Modules on the meta device made real one at a time; each parameter is put back on meta once it was taken.
+class _Sources:
+    """Where the values of parameters and buffers come from: they are there, or are replayed, or a module's init makes them.
 
+    What an init is to make is put on the device, a module at a time, and its parameters back on meta once they were taken.
     One meta tensor becomes one real one, wherever it is tied. On an exception everything is as it was, buffers included.
+    `here`: whether this process's values count; where they do not, replaying is left out.
     """
 
-    def __init__(self, device: torch.device, init: InitFunction | None):
-        self.device, self.init = device, init
+    def __init__(self, model: nn.Module, device: torch.device, init: InitFunction | None, here: bool):
+        self.model, self.device, self.here = model, device, here
+        self.replays = init is None
+        self.init = init or default_init(model)
         self.saved: list[tuple[dict[str, Any], str, Any]] = []
         self.seen: set[nn.Module] = set()
         self.real: dict[Tensor, Tensor] = {}
 
-    def __enter__(self) -> _Materialised:
+    def __enter__(self) -> _Sources:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -119,23 +125,63 @@ class _Materialised:
             for table, name, tensor in self.saved:
                 table[name] = tensor
 
-    @contextlib.contextmanager
-    def parameter(self, places: Sequence[tuple[nn.Module, str]]) -> Iterator[Tensor]:
-        """The real parameter that is at all these places, for as long as the block takes."""
-        for module, _ in places:
-            self._make(module)
-        module, name = places[0]
+    def _replayed(self, tensor: Tensor | None) -> bool:
+        return self.replays and tensor is not None and deferred.is_deferred(tensor)
+
+    def runs_init(self, owner: tuple[nn.Module, str]) -> bool:
+        """Whether the parameter there is made by an init."""
+        tensor = owner[0]._parameters[owner[1]]
+        return tensor is not None and self._is_empty(tensor)
+
+    def _is_empty(self, tensor: Tensor) -> bool:
+        """Whether an init is to make it."""
+        return not self._replayed(tensor) and (tensor.device.type == "meta" or deferred.is_deferred(tensor))
+
+    def whole(self, flat: FlatParameter, owners: Mapping[str, tuple[nn.Module, str]]) -> Tensor | None:
+        """A flat buffer (padded,) with all parameters in it; None where this process's values do not count."""
+        if not self.here and not any(self.runs_init(owners[fqn]) for fqn in flat.fqns):
+            return None
+        full = torch.zeros(flat.padded_numel, dtype=flat.dtype, device=self.device)
+        for spec, offset in zip(flat.parameters, flat.offsets):
+            place = full[offset : offset + spec.numel].as_strided(spec.shape, spec.stride)
+            self.write([owners[fqn] for fqn in (spec.fqn, *spec.aliases)], place)
+        return full
+
+    def write(self, owners: Sequence[tuple[nn.Module, str]], place: Tensor) -> None:
+        """Put the values of the parameter that is at all these owners into `place`, a dense tensor of its shape and stride."""
+        module, name = owners[0]
         tensor = module._parameters[name]
         assert tensor is not None
-        yield tensor
-        for table, name, original in self.saved:
-            if table.get(name) is tensor:
+        if self._replayed(tensor):
+            if self.here:
+                deferred.replay(tensor.detach(), place)
+            return
+        empty = self._is_empty(tensor)
+        if empty:
+            self.real[tensor] = nn.Parameter(place, tensor.requires_grad)
+        for module, _ in owners:
+            self._make(module)
+        module, name = owners[0]
+        made = module._parameters[name]
+        assert made is not None
+        if made.data_ptr() != place.data_ptr():
+            place.copy_(made.detach())
+        for table, name, original in self.saved if empty else ():
+            if table.get(name) is made:
                 table[name] = original
                 self.real.pop(original, None)
 
-    def buffers(self, model: nn.Module) -> None:
-        """Modules that have only buffers."""
-        for module in model.modules():
+    def buffers(self) -> None:
+        """All buffers, and modules that have nothing else."""
+        made: dict[Tensor, Tensor] = {}
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and self._replayed(buffer):
+                    self.saved.append((module._buffers, name, buffer))
+                    if buffer not in made:
+                        real = deferred.replay(buffer) if self.here else torch.empty_like(buffer, device=self.device)
+                        made[buffer] = real.to(self.device)
+                    module._buffers[name] = made[buffer]
             self._make(module)
 
     def _make(self, module: nn.Module) -> None:
@@ -146,15 +192,59 @@ class _Materialised:
             (table, name, tensor)
             for table in (module._parameters, module._buffers)
             for name, tensor in table.items()
-            if tensor is not None and tensor.device.type == "meta"
+            if tensor is not None and self._is_empty(tensor)
         ]
-        if not places:
-            return
-        assert self.init is not None
         for table, name, tensor in places:
             self.saved.append((table, name, tensor))
             if tensor not in self.real:
                 real = torch.empty_like(tensor, device=self.device)
                 self.real[tensor] = nn.Parameter(real, tensor.requires_grad) if table is module._parameters else real
             table[name] = self.real[tensor]  # type: ignore[assignment]
-        self.init(module)
+        if places:
+            self.init(module)
+
+
+def default_init(model: nn.Module) -> InitFunction:
+    """What initialises a module that is on the meta device without a record: its own `reset_parameters`, then the
+    `_init_weights(module)` of the nearest module around it that has one, as models of transformers do."""
+    around = _enclosing(model)
+
+    def init(module: nn.Module) -> None:
+        for function in _own_init(module):
+            function()
+        if (outer := around.get(module)) is not None:
+            outer._init_weights(module)  # type: ignore[operator]
+
+    return init
+
+
+def uninitialisable(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers on the meta device that neither a record nor `default_init` makes."""
+    around = _enclosing(model)
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if not _own_init(module) and module not in around
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.device.type == "meta"
+    ]
+
+
+def _own_init(module: nn.Module) -> list[Callable[[], Any]]:
+    named = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+    return [function for function in named if callable(function)][:1]
+
+
+def _enclosing(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """For each module the nearest one at or above it that has `_init_weights`."""
+    found: dict[nn.Module, nn.Module] = {}
+
+    def walk(module: nn.Module, outer: nn.Module | None) -> None:
+        outer = module if callable(getattr(module, "_init_weights", None)) else outer
+        if outer is not None:
+            found.setdefault(module, outer)
+        for child in module.children():
+            walk(child, outer)
+
+    walk(model, None)
+    return found

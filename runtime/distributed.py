@@ -33,6 +33,7 @@ class DistributedWorld(World):
 
     def __init__(self, F: int, device: torch.device, mesh: DeviceMesh | None = None):
         self.rank, self.W = dist.get_rank(), dist.get_world_size()
+        self.is_first = self.rank == 0
         self.data_ranks, self.held, self.device = self.W, 1, device
         if mesh is not None:
             F = self._check_mesh(mesh)
@@ -107,10 +108,11 @@ class DistributedWorld(World):
             _all_gather(full.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.shard_group)
         return full
 
-    def scatter_from_first(self, flat: FlatParameter, full: Tensor) -> Tensor:
-        part = torch.empty(flat.shard_numel, dtype=full.dtype, device=full.device)
+    def scatter_from_first(self, flat: FlatParameter, full: Tensor | None) -> Tensor:
+        part = torch.empty(flat.shard_numel, dtype=flat.dtype, device=self.device)
         chunks = None
-        if self.rank == 0 and flat.shard_numel:
+        if self.is_first and flat.shard_numel:
+            assert full is not None
             pieces = [c.view(torch.uint8) for c in full.split(flat.shard_numel)]
             column = {r: c for row in self.grid for c, r in enumerate(row)}
             chunks = [pieces[column[r]] for r in range(self.W)]

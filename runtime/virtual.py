@@ -182,7 +182,8 @@ class VirtualWorld(World):
     def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
         return part.clone()
 
-    def scatter_from_first(self, flat: FlatParameter, full: Tensor) -> Tensor:
+    def scatter_from_first(self, flat: FlatParameter, full: Tensor | None) -> Tensor:
+        assert full is not None
         return full
 
     def broadcast_from_first(self, tensor: Tensor) -> None:

@@ -42,6 +42,8 @@ class World(ABC):
     replica_rank: int = 0
     data_ranks: int
     held: int
+    is_first: bool = True
+    """Whether this process's values are the ones that all start from."""
     contributor: int = 0
     """Whose batch is running, where one process runs those of several ranks."""
     device: torch.device
@@ -130,8 +132,8 @@ class World(ABC):
         """part (held * S,) -> (padded,): a blocking AllGather outside any schedule."""
 
     @abstractmethod
-    def scatter_from_first(self, flat: FlatParameter, full: Tensor) -> Tensor:
-        """Rank 0's full (padded,) -> this process's part (held * S,)."""
+    def scatter_from_first(self, flat: FlatParameter, full: Tensor | None) -> Tensor:
+        """Rank 0's full (padded,), which the others need not have -> this process's part (held * S,)."""
 
     @abstractmethod
     def broadcast_from_first(self, tensor: Tensor) -> None:

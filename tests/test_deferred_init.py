@@ -1,11 +1,19 @@
-"""Models on the meta device: made real unit by unit, ties and buffers included."""
+"""Models without memory, on the meta device or with a recorded constructor, made real unit by unit."""
 
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import fxshard
 from examples.models import encoder_decoder_small, encoder_decoder_small_inputs
 from tests.capture.compare import Block, differences, full, train_both
+from tests.parity.models import SUBJECTS
 
 
 class Tied(nn.Module):
@@ -82,3 +90,172 @@ def test_trace_inside_the_meta_block_the_model_was_made_in():
         assert torch.empty(1).device.type == "meta"
     assert inside.text("all") == fxshard.trace(model, inputs, F=2).text("all")
     assert torch.empty(1).device.type == "cpu"
+
+
+def test_a_module_initialises_itself_and_then_the_model_around_it_does():
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.apply(self._init_weights)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.5)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Owner(), nn.Linear(4, 4))
+    fxshard.compile(model, F=2)
+    own, other = full(model[0].layers[1].weight), full(model[1].weight)
+    assert bool((own == 0.5).all()) and 0 < full(model[0].layers[1].bias).abs().max() <= 0.5
+    assert 0 < other.abs().max() <= 0.5 and len(other.unique()) == 16
+
+
+def test_what_nothing_initialises_is_named():
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("count", torch.zeros(()))
+
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(ValueError, match=r"meta device \(scale, count\) needs an init function.*deferred_init"):
+        fxshard.compile(model, F=2)
+    assert all(p.is_meta for p in model.parameters())
+
+
+# -- a recorded constructor
+
+
+def both(constructor: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Made eagerly and recorded, from one seed; the generator ends in the same state."""
+    torch.manual_seed(5)
+    eager = constructor()
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    recorded = fxshard.deferred_init(constructor)
+    assert torch.equal(torch.get_rng_state(), state)
+    return eager, recorded
+
+
+def check_same(eager: nn.Module, recorded: nn.Module, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one unit, weak references
+        fxshard.compile(recorded, F=3, **options)
+    pairs = list(zip(recorded.named_parameters(), eager.named_parameters(), strict=True))
+    assert all(isinstance(p, fxshard.ShardedParameter) for (_, p), _ in pairs)
+    assert [n for (n, p), (m, q) in pairs if n != m or not torch.equal(full(p), q)] == []
+    about = [[(p.stride(), p.dtype, p.requires_grad) for _, p in named] for named in zip(*pairs)]
+    assert about[0] == about[1]
+    buffers = list(zip(recorded.named_buffers(), eager.named_buffers(), strict=True))
+    assert [n for (n, b), (m, c) in buffers if n != m or not torch.equal(b, c)] == []
+    assert list(recorded.state_dict()) == list(eager.state_dict())
+
+
+class Draws(nn.Module):
+    """What constructors do with tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        nn.init.orthogonal_(self.layers[0].weight)
+        nn.init.trunc_normal_(self.layers[1].weight)
+        self.layers[2].weight.data.normal_(0, 0.02)
+        self.layers[2].weight.data[1].zero_()
+        self.layers[3].weight = self.layers[0].weight
+        self.norm = nn.BatchNorm1d(4)
+        self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.parametrized = nn.ModuleList(
+            made(nn.Linear(4, 3))
+            for made in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
+        )
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.copied = copy.deepcopy(self.layers[1])
+        self.embedding = nn.Embedding(7, 3, padding_idx=0)
+        self.recurrent = nn.LSTM(3, 4)
+        self.codes = nn.Parameter(torch.randint(0, 255, (5,), dtype=torch.uint8), requires_grad=False)
+        self.rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
+        self.made_of_others = nn.Parameter(torch.randn(3, 4) * self.rates[1] + self.layers[0].weight[0].detach())
+        self.scale, self.empty = nn.Parameter(torch.tensor(2.6)), nn.Parameter(torch.zeros(0, 8))
+        self.part = nn.Parameter(torch.randn(6, 4)[1:3])
+        self.own_generator = nn.Parameter(torch.empty(5).normal_(generator=torch.Generator().manual_seed(3)))
+        self.half = nn.Linear(3, 3).to(torch.bfloat16).requires_grad_(False)
+        self.register_buffer("positions", torch.arange(4, device=self.scale.device) / 4, persistent=False)
+        self.register_buffer("table", torch.rand(3))
+        self.dropout = nn.Dropout(torch.rand(()).item())
+        self.kept = int(torch.randperm(9)[self.positions.argmax()])
+
+
+def test_the_bits_of_the_constructor():
+    eager, recorded = both(Draws)
+    assert recorded.rates == eager.rates and recorded.dropout.p == eager.dropout.p and recorded.kept == eager.kept
+    check_same(eager, recorded, units="none")
+    assert recorded.layers[3].weight is recorded.layers[0].weight
+
+
+@pytest.mark.parametrize("subject", ["gpt", "llama", "resnet", "whisper", "mamba", "t5"])
+def test_the_bits_of_the_constructors_of_models(subject: str) -> None:
+    check_same(*both(lambda: SUBJECTS[subject].build(0.1)))
+
+
+def test_what_is_done_to_a_recorded_model_is_recorded_too():
+    def after(model: nn.Module) -> nn.Module:
+        model.apply(lambda m: nn.init.normal_(m.weight, std=3.0) if isinstance(m, nn.Linear) else None)
+        model.load_state_dict({"0.bias": torch.full((4,), 7.0)}, strict=False)
+        return model.to(torch.float64)
+
+    eager, recorded = both(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    torch.manual_seed(6)
+    after(eager)
+    torch.manual_seed(6)
+    after(recorded)
+    assert recorded[0].weight.dtype == torch.float64
+    check_same(eager, recorded)
+
+
+def test_a_recorded_model_trains_and_traces_as_the_eager_one():
+    eager, recorded = both(Tied)
+    tokens = [torch.randint(10, (5,), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    assert fxshard.trace(recorded, tokens[0], F=2).text("all") == fxshard.trace(eager, tokens[0], F=2).text("all")
+    fxshard.compile(recorded, F=2, example_inputs=tokens[0])
+    assert recorded.head.weight is recorded.embed.weight
+    assert recorded.first.running_mean is recorded.second.running_mean
+    train_both(eager, recorded, tokens)
+
+
+def test_an_init_given_wins_over_the_record():
+    _, recorded = both(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+    def ones(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.ones_(p)
+
+    fxshard.compile(recorded, F=2, init=ones)
+    assert all(bool((full(p) == 1).all()) for p in recorded.parameters())
+
+
+def test_a_failure_while_recorded_models_are_made_real_leaves_them_recorded():
+    table = torch.arange(4.0)
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.weight = nn.Parameter(torch.empty(4))
+            self.weight.data.copy_(table)
+
+    model = fxshard.deferred_init(Reads)
+    table.add_(1)
+    with pytest.raises(RuntimeError, match="real tensor of shape \\(4,\\) that the constructor read was changed"):
+        fxshard.compile(model, F=2)
+    table.sub_(1)
+    assert not fxshard.is_compiled(model) and model.weight.shape == (4,)
+
+
+def test_what_cannot_be_recorded_is_refused():
+    with pytest.raises(TypeError, match=r"returned int, not an nn\.Module"):
+        fxshard.deferred_init(lambda: 3)
+    with pytest.raises(RuntimeError, match="resizes a tensor in place"):
+        fxshard.deferred_init(lambda: nn.ParameterList([torch.empty(0).resize_(3)]))

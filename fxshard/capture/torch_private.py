@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,11 +25,18 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._device import DeviceContext
 
 __all__ = [
     "CAPTURE_FAILURES",
+    "NEEDS_VALUES",
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
@@ -37,10 +44,12 @@ __all__ = [
     "aot",
     "argument_index",
     "backward_node",
+    "default_generator",
     "default_partition",
     "default_store",
     "default_timeout",
     "detect_fake_mode",
+    "forget_fakes",
     "gradient_hooks",
     "is_tangent",
     "keep_saved_tensors",
@@ -56,11 +65,15 @@ __all__ = [
     "will_run",
     "without_default_device",
     "wrapper_subclass",
+    "written_arguments",
 ]
 
 
 CAPTURE_FAILURES = (TorchDynamoException, BackendCompilerFailed, FailOnRecompileLimitHit)
 """What a call of a torch.compiled function raises when it could not be captured."""
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""A fake tensor was asked for what only values can tell."""
 
 _NUMBERS = itertools.count()
 
@@ -287,3 +300,26 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """gradients *= inverse, in place; found_inf becomes 1 where an element is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """What random operators on a device draw from unless told otherwise."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Drop the weak references to the fake tensors it made: a tensor that has one cannot be swapped."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to, lists taken apart."""
+    written: list[Any] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += value if isinstance(value, (list, tuple)) else (value,)
+    return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 import fxshard
 from examples.models import GPT, GPTConfig
-from fxshard.ir import Schedule
 from tests.distributed.harness import Ranks
 
 CONFIG = GPTConfig(layers=4, width=32, heads=2, vocabulary=64, length=8)
@@ -83,43 +83,68 @@ def initialise(module: nn.Module) -> None:
         module.reset_parameters()
 
 
-def deferred() -> dict[str, Any]:
+def on_meta() -> GPT:
+    with torch.device("meta"):
+        return GPT(CONFIG)
+
+
+def compiled_peak(model: GPT, **options: Any) -> dict[str, Any]:
     dist.barrier()
     torch.manual_seed(0)
-    model = GPT(CONFIG)
-    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
-    names = {n for n, _ in model.named_parameters()}
-    del model
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = GPT(CONFIG)
     with LiveBytes() as live:
-        fxshard.compile(model, 2, init=initialise)
+        fxshard.compile(model, 2, **options)
     tokens = torch.randint(64, (2, 8))
     loss = model(tokens=tokens, targets=tokens)
     loss.backward()
-    schedule: Schedule = model.schedule  # type: ignore[assignment]
-    whole = {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[operator]
+    flats = model.schedule.flats.values()  # type: ignore[attr-defined]
     return {
+        "rank": dist.get_rank(),
         "peak": live.peak,
-        "shards": sum(f.shard_numel * 4 for f in schedule.flats.values()),
-        "unit": max(f.padded_numel * 4 for f in schedule.flats.values()),
-        "whole": sum(v.nbytes for v in expected.values()),
-        "names": set(whole) == names,
+        "shards": sum(f.shard_numel * 4 for f in flats),
+        "unit": max(f.padded_numel * 4 for f in flats),
         "finite": bool(loss.isfinite()),
-        "spread": {n: float(v.std()) for n, v in whole.items() if v.dim() == 2},
-        "expected": {n: float(v.std()) for n, v in expected.items() if v.dim() == 2},
+        "whole": {n: p.full_tensor() for n, p in model.named_parameters()},  # type: ignore[operator]
     }
 
 
-def test_meta_models_are_initialised_unit_by_unit(ranks: Ranks) -> None:
-    for result in ranks.run(2, deferred):
-        assert result["names"] and result["finite"]
-        # A unit twice: as its modules hold it and as it is cut.
-        assert result["shards"] < result["peak"] <= result["shards"] + 2 * result["unit"] + 64 * 1024
-        assert result["peak"] < result["whole"] + result["unit"]
-        for name, spread in result["spread"].items():
-            assert spread == pytest.approx(result["expected"][name], rel=0.2)
+def eager() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return dict(GPT(CONFIG).named_parameters())
+
+
+def own_reset() -> dict[str, Any]:
+    return compiled_peak(on_meta())
+
+
+def given_init() -> dict[str, Any]:
+    return compiled_peak(on_meta(), init=initialise)
+
+
+def recorded() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return compiled_peak(fxshard.deferred_init(GPT, CONFIG))
+
+
+@pytest.mark.parametrize("how", [own_reset, given_init])
+def test_meta_models_are_initialised_unit_by_unit(ranks: Ranks, how: Callable[[], dict[str, Any]]) -> None:
+    expected = {n: float(p.detach().std()) for n, p in eager().items() if p.dim() == 2}
+    for result in ranks.run(2, how):
+        assert result["finite"]
+        assert result["shards"] < result["peak"] <= result["shards"] + result["unit"] + 16 * 1024
+        spread = {n: float(p.std()) for n, p in result["whole"].items() if p.dim() == 2}
+        assert spread == pytest.approx(expected, rel=0.2)
+
+
+def test_a_recorded_constructor_is_replayed_unit_by_unit_on_one_rank(ranks: Ranks) -> None:
+    expected = eager()
+    for result in ranks.run(2, recorded):
+        assert result["finite"]
+        if result["rank"] == 0:
+            assert result["shards"] < result["peak"] <= result["shards"] + result["unit"] + 16 * 1024
+        else:
+            assert result["peak"] == result["shards"]
+        assert list(result["whole"]) == list(expected)
+        assert all(torch.equal(result["whole"][n], p) for n, p in expected.items())
 
 
 def fails_half_way() -> dict[str, Any]:

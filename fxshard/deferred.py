@@ -1,0 +1,369 @@
+"""Deferred initialisation: a constructor runs without memory, what it does is recorded, and replayed when asked for.
+
+[Note: same bits]
+Inside `deferred_init` operators make fake tensors, which have a device and no memory, and each operator that makes or writes
+one is recorded. Random ones are also run at once, into memory that is given back, so that the generator goes the way it goes
+in an eager constructor; its state before each is kept. Replaying a tensor runs the operators it depends on, in their order,
+each random one from its own state: the bits are the eager constructor's, whatever is replayed, in whatever order.
+
+A record belongs to a storage: views and `nn.Parameter` share it, `tensor.data = other` takes the other's. What needs values
+(`tensor.item()`) replays what it needs. Real tensors (files, `torch.from_numpy`) stay real. Fake tensors remember their mode,
+so what is done to the model after `deferred_init` is recorded as well. They are not on the meta device: torch's own
+`init.trunc_normal_` does nothing there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fxshard.capture.torch_private import (
+    NEEDS_VALUES,
+    FakeTensor,
+    FakeTensorMode,
+    default_generator,
+    forget_fakes,
+    pytree,
+    written_arguments,
+)
+from fxshard.ir.layout import is_dense
+
+aten = torch.ops.aten
+
+_OVERWRITES = frozenset(
+    {
+        "fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
+        "geometric_",
+    }
+)  # fmt: skip
+"""In-place operators that do not read what they write to."""
+
+_EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
+
+_REBINDS = frozenset({"set_"})
+"""A tensor takes another storage, and its record with it."""
+
+_FRESH = frozenset({"lift_fresh", "lift_fresh_copy"})
+"""What `torch.tensor(numbers)` ends with."""
+
+_NUMBERS = itertools.count()
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M:
+    """`constructor(*args, **kwargs)`, a model whose parameters and buffers have no memory yet and know how to become real.
+
+    `fxshard.compile` then initialises it unit by unit, without `init=`, and gives the bits of `constructor(*args, **kwargs)`
+    with the same seed, on the device it was made for; the generators end where the eager constructor leaves them. Takes the
+    time of its random operators and, for a moment, the memory of the largest of them. Raises TypeError unless a module is made.
+    """
+    with _Recorder(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # `copy.deepcopy` does
+        model = constructor(*args, **kwargs)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"deferred_init: {constructor!r} returned {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def is_deferred(tensor: Tensor) -> bool:
+    """Whether it has no memory and can be replayed."""
+    return _record(tensor) is not None
+
+
+def replay(tensor: Tensor, place: Tensor | None = None) -> Tensor:
+    """The real values of a recorded tensor: a new tensor, on the device that the constructor asked for.
+
+    place: a dense tensor of the same shape, stride, dtype; the values are made in it, without memory of their own where the
+    constructor made them in place.
+    """
+    record = _record(tensor)
+    assert record is not None, "not recorded"
+    ref = _Ref.to(tensor, record)
+    if place is None:
+        return _run([ref], {})[0]
+    fits = place.nbytes == record.num_bytes and place.stride() == tensor.stride() and place.device == record.device
+    memory = {record: _bytes_of(place)} if fits else {}
+    made = _run([ref], memory)[0]
+    if made.data_ptr() != place.data_ptr():
+        place.copy_(made)
+    return place
+
+
+class _Record:
+    """What is known of one storage without memory."""
+
+    __slots__ = ("device", "num_bytes", "writes")
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self.num_bytes, self.device = num_bytes, device
+        self.writes: list[_Operation] = []
+        """All operations that wrote to it, the one that made it first."""
+
+
+def _record(tensor: Tensor) -> _Record | None:
+    if not isinstance(tensor, FakeTensor) or not isinstance(tensor.fake_mode, _Recorder):
+        return None
+    return tensor.untyped_storage().__dict__.get("_fxshard_record")
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A tensor in a recorded storage."""
+
+    record: _Record
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def to(tensor: Tensor, record: _Record) -> _Ref:
+        return _Ref(record, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def covers(self) -> bool:
+        """Whether it is all of its storage."""
+        numel = torch.Size(self.size).numel()
+        return numel * self.dtype.itemsize == self.record.num_bytes and is_dense(self.size, self.stride)
+
+    def within(self, memory: Tensor) -> Tensor:
+        """The same tensor in real memory (bytes,)."""
+        typed = memory.view(self.dtype)
+        return typed.as_strided(self.size, self.stride, typed.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class _Real:
+    """A real tensor that an operation reads. It is not copied, and must not have changed when it is read again."""
+
+    tensor: Tensor
+    version: int
+
+    def checked(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"deferred_init: a real tensor of shape {tuple(self.tensor.shape)} that the constructor read was changed in "
+                "place afterwards; give the constructor a clone"
+            )
+        return self.tensor
+
+
+@dataclass(eq=False)
+class _Operation:
+    """An operator with references in place of tensors, in the order of the constructor."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[_Ref | None]
+    made: set[_Record]
+    """Storages that it made."""
+    random: tuple[torch.Generator, Tensor] | None
+    """The generator it draws from and that one's state before."""
+    number: int = field(default_factory=lambda: next(_NUMBERS))
+
+    @property
+    def reads(self) -> list[_Record]:
+        refs = [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, _Ref)]
+        return [r.record for r in (refs[1:] if _name(self.func) in _OVERWRITES else refs)]
+
+    def replaces(self, record: _Record) -> bool:
+        """Whether nothing of what was in the storage before is left."""
+        if record in self.made:
+            return True
+        target = self.args[0] if self.args else None
+        return (
+            _name(self.func) in _OVERWRITES and isinstance(target, _Ref) and target.record is record and target.covers()
+        )
+
+
+class _Recorder(FakeTensorMode):
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.computing = False
+        """Whether it is working out what an operator makes, by way of other operators."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        return self  # tensors copied refer to it
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
+        kwargs = dict(kwargs)
+        if self.computing:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        fakes = [record for record in map(_record, given) if record is not None]
+        makes_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
+        if _name(func) in _FRESH and not fakes:
+            return self._copy_of(given[0])
+        if not fakes and (given or not makes_tensors):
+            return func(*args, **kwargs)
+        if _name(func) == "resize_":
+            raise RuntimeError("deferred_init: the constructor resizes a tensor in place, which cannot be replayed")
+        written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, Tensor)]
+        if not makes_tensors or not all(map(is_deferred, written)):
+            return func(*pytree.tree_map(_evaluated, args), **pytree.tree_map(_evaluated, kwargs))
+        self.computing = True
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except NEEDS_VALUES:  # how large the result is, for one
+            return func(*pytree.tree_map(_evaluated, args), **pytree.tree_map(_evaluated, kwargs))
+        finally:
+            self.computing = False
+            forget_fakes(self)
+        if _name(func) in _REBINDS:
+            return out
+        made: set[_Record] = set()
+        results = [_adopt(x, made) for x in pytree.tree_leaves(out)]
+        if made or written:
+            operation = _Operation(
+                func, pytree.tree_map(_referred, args), pytree.tree_map(_referred, kwargs), results, made,
+                _draw(func, args, kwargs, next(r.record.device for r in results if r is not None)),
+            )  # fmt: skip
+            for record in {*made, *(r for r in map(_record, written) if r is not None)}:
+                record.writes.append(operation)
+        return out
+
+    def _copy_of(self, numbers: Tensor) -> Tensor:
+        """What `torch.tensor(numbers)` is: fresh at each replay."""
+        out = self.from_tensor(numbers)
+        made: set[_Record] = set()
+        operation = _Operation(aten.clone.default, (_referred(numbers),), {}, [_adopt(out, made)], made, None)
+        for record in made:
+            record.writes.append(operation)
+        return out
+
+
+def _adopt(result: Any, made: set[_Record]) -> _Ref | None:
+    if not isinstance(result, Tensor):
+        return None
+    record = _record(result)
+    if record is None:
+        storage = result.untyped_storage()
+        record = storage.__dict__["_fxshard_record"] = _Record(storage.nbytes(), result.device)
+        made.add(record)
+    return _Ref.to(result, record)
+
+
+def _draw(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[torch.Generator, Tensor] | None:
+    """Run a random operator for what it does to its generator; returns that and its state before. None for any other."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    generator = kwargs.get("generator") or default_generator(device)
+    state = generator.get_state()
+    real = list(pytree.tree_map(_evaluated, args[1:]))
+    if args:
+        target = args[0]
+        scratch = _name(func) in _OVERWRITES
+        real.insert(0, _scratch(target, device) if scratch else pytree.tree_map(_evaluated, target))
+    func(*real, **pytree.tree_map(_evaluated, kwargs))
+    return generator, state
+
+
+def _scratch(target: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(target.size(), target.stride(), dtype=target.dtype, device=device)
+
+
+def _evaluated(x: Any) -> Any:
+    return replay(x) if isinstance(x, Tensor) and is_deferred(x) else x
+
+
+def _referred(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    record = _record(x)
+    return _Real(x, x._version) if record is None else _Ref.to(x, record)
+
+
+def _needed(records: Iterable[_Record]) -> list[_Operation]:
+    """The operations that the values in these storages depend on, in order."""
+    found: dict[int, _Operation] = {}
+    todo: list[tuple[_Record, float]] = [(record, float("inf")) for record in records]
+    seen = set(todo)
+    while todo:
+        record, before = todo.pop()
+        for operation in reversed(record.writes):
+            if operation.number >= before:
+                continue
+            found[operation.number] = operation
+            for read in operation.reads:
+                if (read, operation.number) not in seen:
+                    seen.add((read, operation.number))
+                    todo.append((read, operation.number))
+            if operation.replaces(record):
+                break
+    return [found[number] for number in sorted(found)]
+
+
+@torch.no_grad()
+def _run(wanted: Sequence[_Ref], places: Mapping[_Record, Tensor]) -> list[Tensor]:
+    """Replay. `places` are bytes (num_bytes,) in which the values of a storage are to be."""
+    memory = dict(places)
+
+    def of(record: _Record) -> Tensor:
+        if record not in memory:
+            memory[record] = torch.empty(record.num_bytes, dtype=torch.uint8, device=record.device)
+        return memory[record]
+
+    def real(x: Any) -> Any:
+        if isinstance(x, _Ref):
+            return x.within(of(x.record))
+        return x.checked() if isinstance(x, _Real) else x
+
+    operations = _needed(ref.record for ref in wanted)
+    last = {record: op for op in operations for record in (*op.reads, *(r.record for r in op.results if r))}
+    kept = {ref.record for ref in wanted}
+    for operation in operations:
+        if _name(operation.func) not in _EMPTY:
+            if operation.random is not None:
+                out = _from_state(operation, real)
+            else:
+                out = operation.func(*pytree.tree_map(real, operation.args), **pytree.tree_map(real, operation.kwargs))
+            for ref, result in zip(operation.results, pytree.tree_leaves(out)):
+                if ref is not None and ref.record in operation.made:
+                    _keep(ref, result, memory)
+        for record in [r for r in memory if last.get(r) is operation and r not in kept]:
+            del memory[record]
+    return [ref.within(of(ref.record)) for ref in wanted]
+
+
+def _from_state(operation: _Operation, real: Callable[[Any], Any]) -> Any:
+    assert operation.random is not None
+    generator, state = operation.random
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return operation.func(*pytree.tree_map(real, operation.args), **pytree.tree_map(real, operation.kwargs))
+    finally:
+        generator.set_state(now)
+
+
+def _keep(ref: _Ref, result: Tensor, memory: dict[_Record, Tensor]) -> None:
+    """Make what an operation made the contents of its storage."""
+    record = ref.record
+    same = (tuple(result.stride()), result.storage_offset()) == (ref.stride, ref.offset)
+    if record not in memory and same and result.untyped_storage().nbytes() == record.num_bytes:
+        memory[record] = torch.empty(0, dtype=torch.uint8, device=result.device).set_(result.untyped_storage())
+        return
+    if record not in memory:
+        memory[record] = torch.empty(record.num_bytes, dtype=torch.uint8, device=record.device)
+    ref.within(memory[record]).copy_(result)
+
+
+def _bytes_of(dense: Tensor) -> Tensor:
+    """The memory of a dense tensor, (bytes,)."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.split("::")[1]
