@@ -41,7 +41,7 @@ from fxshard.runtime import (
     World,
 )
 from fxshard.sharding import cast_buffers, shard, uninitialisable
-from fxshard.units import BytesOfFirstUse, Unit, flat_parameters, partition, units_by_bytes
+from fxshard.units import BytesOfFirstUse, Unit, check_unit_patterns, flat_parameters, partition, units_by_bytes
 
 _STATE = "_fxshard"
 
@@ -160,7 +160,10 @@ class _State:
     def __init__(self, module: nn.Module, flats: dict[str, FlatParameter], place: _Place, options: Options):
         self._module = weakref.ref(module)
         self.flats, self.place, self.options = flats, place, options
+        if isinstance(options.reshard_after_forward, Mapping):
+            check_unit_patterns("reshard_after_forward", options.reshard_after_forward, flats)
         self.pipeline = passes.pipeline(options)
+        self.activation_memory_budget = options.activation_memory_budget
         self.storages: dict[str, FlatStorage] = {}
         self.executor: Executor | None = None
         self.captured: list[Schedule] = []

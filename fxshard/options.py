@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +54,11 @@ class Options:
     """The same bound in bytes of gathered buffers; None = no limit."""
     keep_root_resident: bool = True
     """Whether the root stays gathered from forward to backward."""
-    reshard_after_forward: bool = True
-    """Whether units are freed after forward and gathered again in backward; if not, the root stays too."""
+    reshard_after_forward: bool | Mapping[str, bool] = True
+    """Whether units are freed after forward and gathered again in backward; if not, the root stays too. Or for each, by
+    patterns of unit names, `{"layers.31": False}`: the last that fits counts, units that none fits are freed."""
+    activation_memory_budget: float | None = None
+    """The fraction of activations kept for backward, 0 to 1, the rest is computed again; None = all that autograd keeps."""
     gradient_divisor: float | None = None
     """What gradients are divided by, once; None = the number of ranks that bring a batch (the mean), 1 = their sum."""
     passes: Sequence[Any] | None = None
@@ -87,7 +90,6 @@ class Options:
             check_limit(name, getattr(self, name))
         for name in (
             "keep_root_resident",
-            "reshard_after_forward",
             "debug",
             "fullgraph",
             "sync_parameters",
@@ -95,6 +97,19 @@ class Options:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: True or False was expected")
+        reshard = self.reshard_after_forward
+        by_unit = isinstance(reshard, Mapping) and all(
+            isinstance(k, str) and isinstance(v, bool) for k, v in reshard.items()
+        )
+        if not isinstance(reshard, bool) and not by_unit:
+            raise TypeError(
+                f"reshard_after_forward={reshard!r}: True, False or {{pattern of unit names: True or False}} was expected"
+            )
+        budget = self.activation_memory_budget
+        if budget is not None and (
+            isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget <= 1
+        ):
+            raise ValueError(f"activation_memory_budget={budget!r}: a fraction from 0 to 1, or None, was expected")
         divisor = self.gradient_divisor
         if divisor is not None:
             if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):

@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,15 @@ def units_by_bytes(model: nn.Module, order: Sequence[str], num_bytes: int) -> li
         result[-1].parameters.append((fqn, parameter))
         size += parameter.numel() * parameter.element_size()
     return result
+
+
+def check_unit_patterns(option: str, patterns: Iterable[str], flats: Mapping[str, FlatParameter]) -> None:
+    """Raise ValueError that names all patterns which no unit's name fits."""
+    units = list(dict.fromkeys(flat.unit for flat in flats.values()))
+    unmatched = [p for p in patterns if not any(fnmatch.fnmatchcase(unit, p) for unit in units)]
+    if unmatched:
+        shown = ", ".join(units[:8]) + (f" and {len(units) - 8} more" if len(units) > 8 else "")
+        raise ValueError(f"{option}: no unit is named {', '.join(map(repr, unmatched))}. Units here: {shown}")
 
 
 def storage_stride(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fxshard.ir.nodes import describe, info
@@ -15,6 +15,7 @@ from fxshard.passes.forward_overlap import ForwardOverlap
 from fxshard.passes.insert_frees import InsertFrees
 from fxshard.passes.insert_gathers import InsertGathers
 from fxshard.passes.insert_reduces import InsertReduces
+from fxshard.passes.keep_resident import KeepResident
 from fxshard.passes.keep_root_resident import KeepRootResident
 from fxshard.passes.manager import Culprit, bisect, replay, run
 from fxshard.passes.plan_memory import PlanMemory
@@ -33,6 +34,7 @@ __all__ = [
     "InsertFrees",
     "InsertGathers",
     "InsertReduces",
+    "KeepResident",
     "KeepRootResident",
     "Pass",
     "PlanMemory",
@@ -58,12 +60,15 @@ NEEDED = ("gathers-inserted", "reduces-inserted", "frees-inserted", "memory-plan
 
 def default_passes(options: Options) -> list[Pass]:
     """The default pipeline for these options."""
-    resident = options.keep_root_resident or not options.reshard_after_forward
+    reshard = options.reshard_after_forward
+    resident = options.keep_root_resident or reshard is False
+    chosen = tuple(reshard.items()) if isinstance(reshard, Mapping) else ()
     passes: list[Pass | None] = [
         InsertGathers(),  # the model reads whole parameters
         InsertReduces(),  # every rank ends with the mean gradient
         InsertFrees(),  # nothing stays gathered longer than it is read
-        KeepRootResident(not options.reshard_after_forward) if resident else None,  # the root is used last and first
+        KeepRootResident(reshard is False) if resident else None,  # the root is used last and first
+        KeepResident(chosen) if chosen else None,  # and so may be others
         BackwardPrefetch(options.backward_prefetch) if options.backward_prefetch else None,  # AG(u-1) before RS(u)
         ForwardOverlap(options.forward_prefetch) if options.forward_prefetch else None,  # AG(u+1) before the work of u
         RateLimit(options.rate_limit, options.rate_limit_bytes),  # what runs ahead is bounded

@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxshard.errors import ScheduleError
 from fxshard.ir import Remarks, Schedule
 from fxshard.passes.base import Pass
+from fxshard.passes.keep_resident import keep
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,5 @@ class KeepRootResident(Pass):
         if schedule.backward is None:
             return
         for flat in schedule.flats.values():
-            if not (flat.is_root or self.everything):
-                continue
-            try:
-                schedule.keep_resident(flat.name, self.name)
-            except ScheduleError as reason:
-                remarks.missed(flat.name, str(reason))
-            else:
-                remarks.passed(flat.name, f"kept from forward to backward, {flat.full_bytes} bytes")
+            if flat.is_root or self.everything:
+                keep(schedule, flat, self.name, remarks)

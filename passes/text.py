@@ -15,6 +15,7 @@ from fxshard.passes.forward_overlap import ForwardOverlap
 from fxshard.passes.insert_frees import InsertFrees
 from fxshard.passes.insert_gathers import InsertGathers
 from fxshard.passes.insert_reduces import InsertReduces
+from fxshard.passes.keep_resident import KeepResident
 from fxshard.passes.keep_root_resident import KeepRootResident
 from fxshard.passes.plan_memory import PlanMemory
 from fxshard.passes.rate_limit import RateLimit
@@ -31,11 +32,13 @@ BY_NAME: dict[str, type[Pass]] = {
         ForwardOverlap,
         RateLimit,
         PlanMemory,
+        KeepResident,
         DeferReduces,
         TakeKept,
     )
 }
-"""fxshard's own passes: the default pipeline in its order, then those of gradient accumulation."""
+"""fxshard's own passes: the default pipeline in its order, then the one of `reshard_after_forward={...}` and those of
+gradient accumulation."""
 
 
 def parse(text: str) -> Pass:

@@ -20,6 +20,7 @@ from torch import fx
 from fxshard.capture import torch_private
 from fxshard.capture.build import Captured, build_phases
 from fxshard.errors import CaptureError
+from fxshard.ir.aliasing import is_random
 from fxshard.ir.layout import FlatParameter
 from fxshard.ir.nodes import info
 from fxshard.ir.schedule import Schedule
@@ -42,6 +43,7 @@ class Host(Protocol):
     """What a compiled model gives the backend."""
 
     flats: dict[str, FlatParameter]
+    activation_memory_budget: float | None
 
     def foreign(self, tensor: torch.Tensor) -> str | None:
         """The name of a parameter of the model, None for any other tensor."""
@@ -118,7 +120,16 @@ class _Compiled:
     # -- compile time
 
     def partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        forward, backward = torch_private.default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        budget = self.host.activation_memory_budget
+        if budget is None:
+            forward, backward = torch_private.default_partition(
+                joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
+            )
+        else:
+            drawn = [node for node in joint.graph.nodes if is_random(node)]  # again it would be something else
+            forward, backward = torch_private.budget_partition(
+                joint, inputs, budget, drawn, num_fwd_outputs=num_fwd_outputs, **options
+            )
         self.root = forward
         captured = build_phases(
             forward.graph, backward.graph, self.names, _indices(forward.graph), num_fwd_outputs, self.host.flats,

@@ -10,6 +10,7 @@ import datetime
 import functools
 import itertools
 import logging
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,8 +22,9 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -33,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CAPTURE_FAILURES",
@@ -44,6 +47,7 @@ __all__ = [
     "aot",
     "argument_index",
     "backward_node",
+    "budget_partition",
     "default_generator",
     "default_partition",
     "default_store",
@@ -107,6 +111,27 @@ def aot(
         decompositions={},
         keep_inference_input_mutations=True,
     )
+
+
+def budget_partition(
+    joint: fx.GraphModule, inputs: Any, budget: float, drawn: Sequence[fx.Node], *, num_fwd_outputs: int, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph; of what `default_partition` keeps for backward about this fraction is kept, the
+    rest computed again. `drawn` are the random operators, which are never run again.
+
+    At 0 torch keeps the inputs and nothing else, also not what is marked: a fraction just above it is asked for. Where nothing
+    but random operators is left to be kept, it keeps the tuple that dropout returns; then a budget of 1 asks for no more.
+    """
+    for node in drawn:
+        for part in (node, *(user for user in node.users if user.target is operator.getitem)):
+            part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for asked in (max(budget, 1e-6), 1.0):
+        with functorch_config.patch(activation_memory_budget=asked):
+            parts = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        kept = next(iter(reversed(parts[0].graph.nodes))).args[0][num_fwd_outputs:]
+        if not any(isinstance(node.meta.get("val"), tuple) for node in kept):
+            break
+    return parts
 
 
 def plain_fake(fake_mode: FakeTensorMode, example: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_traced(cap
 def test_passes_are_listed_in_order_with_their_contracts(capsys):
     assert main(["passes"]) == 0
     entries = [entry.splitlines() for entry in capsys.readouterr().out.split("\n\n")]
-    default = [*passes.default_passes(Options()), passes.DeferReduces(), passes.TakeKept()]
+    default = [*passes.default_passes(Options()), passes.KeepResident(), passes.DeferReduces(), passes.TakeKept()]
     assert [entry[0] for entry in entries] == [p.name for p in default]
     for entry, p in zip(entries, default):
         rows = dict(line.split(None, 1) for line in entry[2:])
