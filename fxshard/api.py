@@ -28,7 +28,7 @@ from fxshard.errors import AgreementError, CaptureError
 from fxshard.ir import Accumulation, FlatParameter, Remark, Schedule
 from fxshard.ir.nodes import bytes_text
 from fxshard.ir.verify import verify
-from fxshard.options import InitFunction, Options, check_choice, check_factor
+from fxshard.options import InitFunction, Options, check_choice, check_factor, did_you_mean
 from fxshard.parameter import Generation, ShardedParameter
 from fxshard.runtime import (
     ControlPlane,
@@ -379,6 +379,8 @@ def compile(
     try:
         settings = Options.from_keywords(options)
         _check_model(model, "fxshard.compile")
+        for path in settings.entry_points:
+            _entry(model, path)
         _check_placement(model, init)
         prepare(model)
         device = _device(model)
@@ -569,10 +571,49 @@ def _fingerprint(state: _State, mesh: DeviceMesh | None, init: InitFunction | No
 def _install(model: nn.Module, state: _State) -> None:
     """Swap the class for one with the mixin, whose forward runs the captured step. Hooks stay outside of it."""
     state.handles = _compute_handles(model, state)
-    state.run = _runner(model, state, _capturing(model, state))
+    entries = [_entry(model, name) for name in state.options.entry_points]
+    state.run = _runner(state, state.user_forward, _capturing(model.forward, state))
     state.own_forward = model.__dict__.pop("forward", None)
     model.__class__ = _sharded_class(type(model))
     model.__dict__[_STATE] = state
+    for owner, name in entries:
+        owner.__dict__[name] = _entry_point(getattr(owner, name), state)
+
+
+def _entry(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module and the name of its method that an entry point is: `encode`, or `head`, the forward of a submodule.
+
+    Raises ValueError where there is neither.
+    """
+    above, _, name = path.rpartition(".")
+    try:
+        owner = model.get_submodule(above)
+    except AttributeError:
+        owner = None
+    if owner is not None and (child := owner._modules.get(name)) is not None:
+        return child, "forward"
+    if owner is None or not inspect.isroutine(getattr(owner, name, None)) or (owner is model and name == "forward"):
+        there = [n for n, _ in model.named_children()]
+        there += [n for n, f in vars(type(model)).items() if inspect.isfunction(f) and not n.startswith("_")]
+        hint = did_you_mean(path, there)
+        raise ValueError(
+            f"entry_points: {type(model).__name__} has no method and no submodule '{path}' to be called by itself.{hint} "
+            f"There are {', '.join(n for n in there if n != 'forward')}"
+        )
+    return owner, name
+
+
+def _entry_point(function: Callable[..., Any], state: _State) -> Callable[..., Any]:
+    """Stands for a method that is also called from outside forward: captured there, traced through inside."""
+    run = _runner(state, lambda: function, _capturing(function, state))
+
+    @functools.wraps(function)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    return entry
 
 
 _CLASSES: dict[type, type] = {}
@@ -592,12 +633,11 @@ def _sharded_class(original: type) -> type:
     return _CLASSES[original]
 
 
-def _capturing(model: nn.Module, state: _State) -> Callable[..., Any]:
-    """The model's own forward under torch.compile.
+def _capturing(user_forward: Callable[..., Any], state: _State) -> Callable[..., Any]:
+    """The model's own forward, or another entry point, under torch.compile.
 
     A code object of its own keeps Dynamo's cache, and the limit on captures, per model and not per class.
     """
-    user_forward = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return user_forward(*args, **kwargs)
@@ -634,15 +674,20 @@ def _compute_handles(model: nn.Module, state: _State) -> list[tuple[dict[str, An
     ]
 
 
-def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Callable[..., Any]:
-    """What `model(...)` runs: compute dtypes in place, the captured step, errors with the user's line."""
+def _runner(
+    state: _State, plainly: Callable[[], Callable[..., Any]], captured: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What `model(...)` runs: compute dtypes in place, the captured step, errors with the user's line.
+
+    `plainly()` is what it stands for.
+    """
     cast_to = state.options.mixed_precision.param
     handles = state.handles
-    reference = weakref.ref(model)
+    reference = state._module
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if state.plain:
-            return state.user_forward()(*args, **kwargs)
+            return plainly()(*args, **kwargs)
         if cast_to is not None:
             args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
         for table, name, master, handle in handles:
@@ -655,7 +700,7 @@ def _runner(model: nn.Module, state: _State, captured: Callable[..., Any]) -> Ca
             with torch_private.while_capturing():
                 outputs = captured(*args, **kwargs)
         except torch_private.CAPTURE_FAILURES as error:
-            failure = _wrong_call(state.user_forward(), args, kwargs) or capture_error(error, reference(), sharded=True)
+            failure = _wrong_call(plainly(), args, kwargs) or capture_error(error, reference(), sharded=True)
             failure.__cause__ = error
         finally:
             for table, name, master, _ in handles:
@@ -712,7 +757,7 @@ def _trace(
     if options.mixed_precision.param is not None:
         dtype = options.mixed_precision.param
         args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
-    captured = _capturing(model, state)
+    captured = _capturing(model.forward, state)
     try:
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, p in module._parameters.items():

@@ -59,6 +59,8 @@ class Options:
     patterns of unit names, `{"layers.31": False}`: the last that fits counts, units that none fits are freed."""
     activation_memory_budget: float | None = None
     """The fraction of activations kept for backward, 0 to 1, the rest is computed again; None = all that autograd keeps."""
+    entry_points: Sequence[str] = ()
+    """Methods (`'encode'`) and submodules (`'head'`, `'decoder.norm'`) that are called by themselves, besides forward."""
     gradient_divisor: float | None = None
     """What gradients are divided by, once; None = the number of ranks that bring a batch (the mean), 1 = their sum."""
     passes: Sequence[Any] | None = None
@@ -105,6 +107,9 @@ class Options:
             raise TypeError(
                 f"reshard_after_forward={reshard!r}: True, False or {{pattern of unit names: True or False}} was expected"
             )
+        entries = self.entry_points
+        if not isinstance(entries, (list, tuple)) or not all(isinstance(name, str) for name in entries):
+            raise TypeError(f"entry_points={entries!r}: a list of names of methods and submodules was expected")
         budget = self.activation_memory_budget
         if budget is not None and (
             isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget <= 1
