@@ -33,8 +33,8 @@ class DistributedWorld(World):
 
     def __init__(self, F: int, device: torch.device, mesh: DeviceMesh | None = None):
         self.rank, self.W = dist.get_rank(), dist.get_world_size()
-        self.is_first = self.rank == 0
         self.data_ranks, self.held, self.device = self.W, 1, device
+        self.is_first = self.rank == 0
         if mesh is not None:
             F = self._check_mesh(mesh)
         self.F = check_factor(F, self.W)
@@ -107,6 +107,22 @@ class DistributedWorld(World):
         elif part.numel():
             _all_gather(full.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.shard_group)
         return full
+
+    def gather_to_first(self, flat: FlatParameter, part: Tensor) -> Tensor | None:
+        if 0 not in self.shard_ranks:
+            return None
+        if self.F == 1:
+            return part.clone()
+        full = torch.empty(flat.padded_numel if self.is_first else 0, dtype=part.dtype, device=part.device)
+        if part.numel():
+            chunks = [c.view(torch.uint8) for c in full.split(part.numel())] if self.is_first else None
+            dist.gather(part.contiguous().view(torch.uint8), chunks, dst=0, group=self.shard_group)
+        return full if self.is_first else None
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.W
+        dist.all_gather_object(found, value, group=self.control)
+        return found
 
     def scatter_from_first(self, flat: FlatParameter, full: Tensor | None) -> Tensor:
         part = torch.empty(flat.shard_numel, dtype=flat.dtype, device=self.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +65,13 @@ class FlatStorage:
             if piece is not None:
                 place.copy_(piece)
         full = world.gather_flat(flat, part)
-        wholes = (
-            full.as_strided(spec.shape, spec.stride, offset) for spec, offset in zip(flat.parameters, flat.offsets)
-        )
-        return [None if piece is None else world.to_state(whole) for piece, whole in zip(pieces, wholes)]
+        return [None if piece is None else world.to_state(whole) for piece, whole in zip(pieces, flat.wholes(full))]
+
+    @torch.no_grad()
+    def set_piece(self, index: int, piece: Tensor) -> None:
+        """Give a parameter other values: its piece (length,), which is cast. It counts as a change of the parameters."""
+        parameter: Any = self.parameters[self.flat.fqns[index]]
+        parameter.copy_(parameter.like(piece))
 
     def bind_accumulate(self, reduced: Tensor) -> Callable[[Sequence[bool] | None], None]:
         """Bind handing `reduced` (held * S,) to `.grad`; the flags say which parameters have a gradient anywhere.

@@ -182,6 +182,9 @@ class VirtualWorld(World):
     def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
         return part.clone()
 
+    def gather_to_first(self, flat: FlatParameter, part: Tensor) -> Tensor | None:
+        return part.clone()
+
     def scatter_from_first(self, flat: FlatParameter, full: Tensor | None) -> Tensor:
         assert full is not None
         return full

@@ -48,6 +48,10 @@ class World(ABC):
     """Whose batch is running, where one process runs those of several ranks."""
     device: torch.device
     kind: str
+    control: Any = None
+    """A gloo process group of all ranks, for what is not of a schedule; None in one process."""
+    is_first: bool = True
+    """Whether this process is rank 0."""
 
     @abstractmethod
     def to_state(self, whole: Tensor) -> Tensor:
@@ -130,6 +134,15 @@ class World(ABC):
     @abstractmethod
     def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
         """part (held * S,) -> (padded,): a blocking AllGather outside any schedule."""
+
+    @abstractmethod
+    def gather_to_first(self, flat: FlatParameter, part: Tensor) -> Tensor | None:
+        """part (held * S,) of rank 0's shard group -> (padded,) on rank 0, None elsewhere. Every rank may call it, other shard
+        groups bring nothing."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The small picklable value of every rank, by rank. A collective of all of them."""
+        return [value]
 
     @abstractmethod
     def scatter_from_first(self, flat: FlatParameter, full: Tensor | None) -> Tensor:

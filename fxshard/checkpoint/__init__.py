@@ -1,1 +1,19 @@
-"""State dicts of sharded models and of their optimizers, as torch.distributed.checkpoint takes them."""
+"""State dicts and checkpoints of sharded models.
+
+`model.state_dict()` and `optimizer.state_dict()` hold DTensors, as torch.distributed.checkpoint takes them. The functions
+here go further: whole state dicts on rank 0, safetensors of transformers, and training checkpoints that a kill cannot break.
+All of them are collectives: every rank calls them.
+"""
+
+from fxshard.checkpoint.contents import Incompatible
+from fxshard.checkpoint.hugging_face import load_safetensors, save_safetensors
+from fxshard.checkpoint.whole import full_state_dict, load_full_state_dict, stream_state_dict
+
+__all__ = [
+    "Incompatible",
+    "full_state_dict",
+    "load_full_state_dict",
+    "load_safetensors",
+    "save_safetensors",
+    "stream_state_dict",
+]

@@ -122,6 +122,10 @@ class FlatParameter:
     def fqns(self) -> tuple[str, ...]:
         return tuple(p.fqn for p in self.parameters)
 
+    def wholes(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in a full flat buffer (padded,), each of its own shape and stride."""
+        return [full.as_strided(p.shape, p.stride, offset) for p, offset in zip(self.parameters, self.offsets)]
+
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What `rank` of the shard group holds of each parameter, in order; a piece may be empty."""
         begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
