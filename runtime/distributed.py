@@ -109,15 +109,19 @@ class DistributedWorld(World):
         return full
 
     def gather_to_first(self, flat: FlatParameter, part: Tensor) -> Tensor | None:
-        if 0 not in self.shard_ranks:
+        # One message after another: a thread of gloo's holds what `dist.gather` receives into for a while longer.
+        if not self.is_first:
+            if 0 in self.shard_ranks and part.numel():
+                dist.send(part.view(torch.uint8), 0, group=self.shard_group)
             return None
-        if self.F == 1:
-            return part.clone()
-        full = torch.empty(flat.padded_numel if self.is_first else 0, dtype=part.dtype, device=part.device)
+        full = torch.empty(flat.padded_numel, dtype=part.dtype, device=part.device)
         if part.numel():
-            chunks = [c.view(torch.uint8) for c in full.split(part.numel())] if self.is_first else None
-            dist.gather(part.contiguous().view(torch.uint8), chunks, dst=0, group=self.shard_group)
-        return full if self.is_first else None
+            for rank, chunk in zip(self.shard_ranks, full.split(part.numel())):
+                if rank == 0:
+                    chunk.copy_(part)
+                else:
+                    dist.recv(chunk.view(torch.uint8), rank, group=self.shard_group)
+        return full
 
     def gather_objects(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.W
