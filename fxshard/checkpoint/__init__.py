@@ -7,13 +7,17 @@ All of them are collectives: every rank calls them.
 
 from fxshard.checkpoint.contents import Incompatible
 from fxshard.checkpoint.hugging_face import load_safetensors, save_safetensors
+from fxshard.checkpoint.training import latest, load, save
 from fxshard.checkpoint.whole import full_state_dict, load_full_state_dict, stream_state_dict
 
 __all__ = [
     "Incompatible",
     "full_state_dict",
+    "latest",
+    "load",
     "load_full_state_dict",
     "load_safetensors",
+    "save",
     "save_safetensors",
     "stream_state_dict",
 ]

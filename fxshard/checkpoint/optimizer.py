@@ -43,6 +43,11 @@ def _register() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    meet(optimizer)
+
+
+def meet(optimizer: torch.optim.Optimizer) -> None:
+    """From now on its state dicts hold DTensors, and it takes them; state that is whole is cut to pieces. Once is enough."""
     if optimizer in _MET or optimizer in _OTHERS:
         return
     if next(_sharded(optimizer), None) is None:
