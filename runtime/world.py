@@ -42,8 +42,6 @@ class World(ABC):
     replica_rank: int = 0
     data_ranks: int
     held: int
-    is_first: bool = True
-    """Whether this process's values are the ones that all start from."""
     contributor: int = 0
     """Whose batch is running, where one process runs those of several ranks."""
     device: torch.device
@@ -51,7 +49,7 @@ class World(ABC):
     control: Any = None
     """A gloo process group of all ranks, for what is not of a schedule; None in one process."""
     is_first: bool = True
-    """Whether this process is rank 0."""
+    """Whether this process is rank 0, whose values all start from."""
 
     @abstractmethod
     def to_state(self, whole: Tensor) -> Tensor:
