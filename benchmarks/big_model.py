@@ -69,7 +69,7 @@ def sharded(arguments: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     torch.manual_seed(0)
     model = stages.run("build, without memory", lambda: fxshard.deferred_init(GPT, config(arguments)))
     stages.run("compile and initialise", lambda: fxshard.compile(model, F=dist.get_world_size()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for number in range(arguments.steps):
         stages.run(f"step {number}: forward and backward", lambda: loss_of(model, arguments, held))
         stages.run(f"step {number}: AdamW", lambda: (optimizer.step(), optimizer.zero_grad()))
@@ -107,7 +107,7 @@ def replicated(arguments: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         torch.manual_seed(0)
         model = stages.run("build", lambda: GPT(config(arguments)))
         model = stages.run("DDP", lambda: nn.parallel.DistributedDataParallel(model))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         stages.run("forward and backward", lambda: loss_of(model, arguments, held))
         stages.run("AdamW", lambda: (optimizer.step(), optimizer.zero_grad()))
     except (RuntimeError, MemoryError) as error:

@@ -170,6 +170,23 @@ class ShardedParameter(torch.Tensor):
         shape, strides, dtype, fqn = meta
         return ShardedParameter(inner["local"], shape, strides, fqn, dtype=dtype)
 
+    # torch.distributed.checkpoint asks these of tensors that are in parts. They are imported when asked: it takes a second.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from fxshard.checkpoint import pieces
+
+        return pieces.write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from fxshard.checkpoint import pieces
+
+        return pieces.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        from fxshard.checkpoint import pieces
+
+        return pieces.shard_at(self, index)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = f"{self.local.numel()} of {math.prod(self.shape)} elements held here"
         return f"ShardedParameter('{self.fqn}', shape={tuple(self.shape)}, dtype={self.dtype}, {held})"

@@ -31,6 +31,18 @@ _OTHERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers without a sharded parameter, when they last stepped."""
 
 
+_AS_PIECES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def state_in_pieces(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state dict with sharded state as the pieces that it holds; no collective, no copy."""
+    _AS_PIECES.add(optimizer)
+    try:
+        return optimizer.state_dict()
+    finally:
+        _AS_PIECES.discard(optimizer)
+
+
 def watch() -> None:
     """Meet every optimizer at its next step, one that was met as another's included: a model was sharded just now."""
     _OTHERS.clear()
@@ -83,6 +95,8 @@ def _shape(value: Any) -> torch.Size | None:
 
 def _to_dtensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The same state dict with sharded state as DTensors; the optimizer's own is left alone."""
+    if optimizer in _AS_PIECES:
+        return state_dict
     numbers = dict(_sharded(optimizer))
     state = {n: dict(values) if n in numbers else values for n, values in state_dict["state"].items()}
     todo: dict[tuple[FlatStorage, str, torch.dtype], dict[str, tuple[int, Tensor]]] = {}

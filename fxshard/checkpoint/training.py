@@ -101,8 +101,8 @@ def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer |
     Into any number of ranks, F and units; the optimizer has its groups as they were, with new or old state. Random states are
     restored where as many processes load as saved; else they stay, with a warning. A collective.
 
-    Raises FileNotFoundError where no checkpoint is finished, ValueError, with nothing loaded, where names, shapes or groups
-    differ.
+    Pieces are read into the model's own memory. Raises FileNotFoundError where no checkpoint is finished, ValueError, with
+    nothing loaded, where names, shapes or groups differ; a file that cannot be read half way leaves the model half loaded.
     """
     contents = Contents.of(model)
     world = contents.world
@@ -126,7 +126,10 @@ def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer |
             process_group=world.control,
             no_dist=world.control is None,
         )
-    model.load_state_dict(state["model"] | plain["model"])
+    next(model.parameters()).binding.generation.value += 1  # type: ignore[attr-defined]
+    world.buffers_changed(model)
+    for name, value in plain["model"].items():
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     if optimizer is not None:
         held = state.get("optimizer", {}).get("state", {})
         numbers = {name: number for number, name in named.items()}
@@ -230,24 +233,24 @@ def _named(contents: Contents, optimizer: torch.optim.Optimizer | None) -> dict[
 def _state(
     contents: Contents, optimizer: torch.optim.Optimizer | None, named: Mapping[int, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What torch.distributed.checkpoint writes, and what `plain.pt` holds."""
-    model = contents.model.state_dict()
-    state: dict[str, Any] = {"model": {name: value for name, value in model.items() if isinstance(value, Tensor)}}
-    plain: dict[str, Any] = {
-        "model": {name: value for name, value in model.items() if not isinstance(value, Tensor)},
-        "tied": _tied(contents),
-        "optimizer": None,
+    """What torch.distributed.checkpoint writes, and what `plain.pt` holds. Pieces are not copied. Buffers are rank 0's."""
+    held: dict[str, Any] = {
+        name: p for s, tied in contents.units for names, p in zip(tied, s.parameters.values()) for name in names
     }
+    for buffer, names in contents.buffers:
+        held |= dict.fromkeys(names, contents.world.first_ranks(names[0], buffer))
+    state: dict[str, Any] = {"model": {name: held[name] for name in contents.names if name in held}}
+    plain: dict[str, Any] = {"model": contents.others, "tied": _tied(contents), "optimizer": None}
     if optimizer is not None:
-        whole = optimizer.state_dict()
-        held = {named[number]: values for number, values in whole["state"].items()}
-        tensors = {n: {k: v for k, v in values.items() if isinstance(v, Tensor)} for n, values in held.items()}
+        whole = checkpoint_optimizer.state_in_pieces(optimizer)
+        values = {named[number]: values for number, values in whole["state"].items()}
+        tensors = {n: {k: v for k, v in of.items() if isinstance(v, Tensor)} for n, of in values.items()}
         if any(tensors.values()):
-            state["optimizer"] = {"state": {name: values for name, values in tensors.items() if values}}
+            state["optimizer"] = {"state": {name: of for name, of in tensors.items() if of}}
         plain["optimizer"] = {
             "kind": type(optimizer).__name__,
             "groups": [{**g, "params": [named[number] for number in g["params"]]} for g in whole["param_groups"]],
-            "state": {n: {k: v for k, v in values.items() if k not in tensors[n]} for n, values in held.items()},
+            "state": {n: {k: v for k, v in of.items() if k not in tensors[n]} for n, of in values.items()},
         }
     return state, plain
 
@@ -294,24 +297,31 @@ def _groups(
 def _template(
     contents: Contents, optimizer: torch.optim.Optimizer | None, tensors: Mapping[tuple[str, ...], Any]
 ) -> dict[str, Any]:
-    """Tensors that a checkpoint is read into: the model's, and those that the optimizer's state has in the checkpoint."""
-    state: dict[str, Any] = {
-        "model": {name: v for name, v in contents.model.state_dict().items() if isinstance(v, Tensor)}
+    """What a checkpoint is read into: the model's own pieces and buffers, and new pieces of the optimizer's state."""
+    model: dict[str, Any] = {
+        _first(names, tensors): p
+        for s, tied in contents.units
+        for names, p in zip(tied, s.parameters.values())
+        if names
     }
-    parameters = dict(contents.model.named_parameters())
+    model |= {_first(names, tensors): buffer for buffer, names in contents.buffers}
+    state: dict[str, Any] = {"model": model}
+    parameters: dict[str, Any] = dict(contents.model.named_parameters())
     for path, entry in tensors.items():
         if path[0] != "optimizer" or optimizer is None:
             continue
         _, _, name, key = path
-        dtype = entry.properties.dtype
-        if entry.size == parameters[name].shape and entry.size:
-            value = contents.world.to_state(
-                torch.zeros((), dtype=dtype, device=contents.world.device).expand(entry.size)
-            )
+        dtype, parameter = entry.properties.dtype, parameters[name]
+        if entry.size == parameter.shape and entry.size:
+            value = parameter.like(torch.zeros_like(parameter.local, dtype=dtype), state=True)
         else:
             value = torch.empty(entry.size, dtype=dtype)
         state.setdefault("optimizer", {"state": {}})["state"].setdefault(name, {})[key] = value
     return state
+
+
+def _first(names: list[str], tensors: Mapping[tuple[str, ...], Any]) -> str:
+    return next(name for name in names if ("model", name) in tensors)
 
 
 # -- random states

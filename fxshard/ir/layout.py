@@ -137,6 +137,60 @@ class FlatParameter:
                 yield Piece(index, 0, 0, 0)
 
 
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor: `sizes` elements from `offsets`; in flat storage order it is `numel` elements from `start`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """The dims of a dense tensor from the slowest in memory to the fastest."""
+    return sorted(range(len(shape)), key=lambda dim: (shape[dim] == 1, -stride[dim]))
+
+
+def boxes(shape: tuple[int, ...], stride: tuple[int, ...], start: int, length: int) -> list[Box]:
+    """The rectangles that `length` elements from `start` of a dense tensor, in storage order, consist of, in that order.
+
+        shape (4, 3), start 2, length 8  ->  (0, 2) of (1, 1), (1, 0) of (2, 3), (3, 0) of (1, 1)
+
+    At most two for each dim but the first, and one more. A tensor without elements is one rectangle, wherever it is held.
+    """
+    order = storage_order(shape, stride)
+    inverse = [order.index(dim) for dim in range(len(shape))]
+    if math.prod(shape) == 0:
+        return [Box((0,) * len(shape), shape, 0)]
+    found: list[Box] = []
+
+    def cut(fixed: tuple[int, ...], begin: int, end: int, base: int) -> None:
+        """Elements begin..end of what is left of the tensor where the first dims are fixed; that starts at `base`."""
+        if begin >= end:
+            return
+        rest = [shape[dim] for dim in order[len(fixed) :]]
+        row = math.prod(rest[1:])
+        first, last = -(-begin // row), end // row
+        if not rest or (first < last and begin % row == 0 and end % row == 0):
+            offsets = (*fixed, *([first] if rest else []), *([0] * len(rest[1:])))
+            sizes = (*([1] * len(fixed)), *([last - first] if rest else []), *rest[1:])
+            box = [tuple(values[i] for i in inverse) for values in (offsets, sizes)]
+            found.append(Box(box[0], box[1], base + begin))
+        elif first > last:  # within one row
+            cut((*fixed, last), begin - last * row, end - last * row, base + last * row)
+        else:
+            cut((*fixed, first - 1), begin - (first - 1) * row, row, base + (first - 1) * row)
+            cut(fixed, first * row, last * row, base)
+            cut((*fixed, last), 0, end - last * row, base + last * row)
+
+    cut((), start, start + length, 0)
+    return found
+
+
 def aligned(num_bytes: int) -> int:
     """The next multiple of `ALIGNMENT_BYTES`."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
@@ -19,6 +20,7 @@ from fxshard import checkpoint
 from tests.capture.compare import Framed, batches
 from tests.distributed.harness import RankFailure, Ranks
 from tests.distributed.test_checkpoint import Odd, batch, everything, unlike
+from tests.distributed.test_memory import LiveBytes
 
 
 class Partly(Odd):
@@ -104,6 +106,33 @@ def test_saved_in_a_virtual_world_loads_on_ranks(ranks: Ranks, tmp_path: Path) -
     expected = save(str(tmp_path), 8, 2)
     for loaded in ranks.run(3, load, str(tmp_path), 3, "none"):
         check(expected, loaded, 2)
+
+
+def test_pieces_are_read_by_any_reader(ranks: Ranks, tmp_path: Path) -> None:
+    """A plain process reads whole tensors of what three ranks wrote as they held it."""
+    values, _, _ = ranks.run(3, save, str(tmp_path), 3, 1)[0]
+    values["head.weight"] = values["embed.weight"]
+    plain = Partly().state_dict()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load({"model": plain}, checkpoint_id=str(tmp_path / "step-00000001"), no_dist=True)
+    assert [n for n, v in plain.items() if not torch.equal(v, values[n])] == []
+
+
+def save_and_measure(folder: str) -> tuple[int, int]:
+    model = fxshard.compile(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    with LiveBytes() as live:
+        checkpoint.save(folder, model, optimizer, step=1)
+    return live.peak, 3 * sum(p.local.nbytes for p in model.parameters())
+
+
+def test_a_save_copies_one_tensor_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
+    piece = 256 * 256 * 4 // 2
+    for peak, held in ranks.run(2, save_and_measure, str(tmp_path)):  # what is held is touched, so it counts
+        assert held < peak <= held + piece + 32 * 1024 < 1.2 * held
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxshard
 from fxshard.ir import FlatParameter, ParameterSpec
-from fxshard.ir.layout import contiguous_stride, is_dense
+from fxshard.ir.layout import boxes, contiguous_stride, is_dense
 from tests.capture.compare import identical
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8]), min_size=0, max_size=4).map(tuple)
@@ -156,3 +156,30 @@ def test_the_example_of_the_documentation():
     assert (flat.padded_numel, flat.shard_numel) == (16, 4)
     pieces = [next(flat.pieces(rank)) for rank in range(4)]
     assert [(p.start, p.length) for p in pieces] == [(0, 4), (4, 4), (8, 4), (12, 3)]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_range_is_cut_into_few_rectangles(data):
+    """In storage order, each exactly its elements, whatever the order of dims."""
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=4).map(tuple))
+    stride = data.draw(strides(shape))
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(start, numel))
+    positions = torch.arange(numel).as_strided(shape, stride)
+    found = boxes(shape, stride, start, end - start)
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    at = start
+    for box in found:
+        inside = positions[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes))]
+        assert tuple(inside.shape) == box.sizes and box.start == at
+        assert sorted(inside.flatten().tolist()) == list(range(at, at + box.numel))
+        at += box.numel
+    assert at == end
+
+
+def test_rectangles_of_nothing():
+    assert [(b.offsets, b.sizes) for b in boxes((0, 8), (8, 1), 0, 0)] == [((0, 0), (0, 8))]
+    assert [(b.offsets, b.sizes) for b in boxes((), (), 0, 1)] == [((), ())]
+    assert boxes((4, 3), (3, 1), 5, 0) == []
