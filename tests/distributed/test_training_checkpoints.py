@@ -132,7 +132,7 @@ def save_and_measure(folder: str) -> tuple[int, int]:
 def test_a_save_copies_one_tensor_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
     piece = 256 * 256 * 4 // 2
     for peak, held in ranks.run(2, save_and_measure, str(tmp_path)):  # what is held is touched, so it counts
-        assert held < peak <= held + piece + 32 * 1024 < 1.2 * held
+        assert held < peak <= held + piece + 32 * 1024 < 1.25 * held
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])

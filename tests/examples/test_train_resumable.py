@@ -107,7 +107,7 @@ def test_killed_in_a_save_and_in_a_step(uninterrupted: dict[int, float], tmp_pat
         *((2, 2, f"0 fsync {n}", 2, 3, 3) for n in (6, 7, 8, 9)),  # its file, the metadata, what is plain, the folder
         (2, 2, "0 fsync 10", 4, 3, 3),  # the name is given: this one counts
         (4, 2, "3 fsync 2", 2, 2, 1),
-        (3, 1, "1 write 300", 2, 4, 4),
+        (3, 1, "1 fsync 2", 2, 4, 4),
         (1, 1, "0 fsync 8", 2, 4, 2),
         (4, 4, "2 step 4", 2, 3, 1),
         (3, 3, "0 step 6", 4, 2, 2),
