@@ -10,6 +10,7 @@ its name. See [Note: atomic saves] in docs/architecture.md. The parts are torch.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import re
@@ -73,6 +74,7 @@ def save(
         dcp.save(
             state,
             storage_writer=dcp.FileSystemWriter(unfinished, sync_files=True),
+            planner=_InPlace(),
             process_group=world.control,
             no_dist=world.control is None,
         )
@@ -87,6 +89,18 @@ def save(
             _sync(folder)
             _clean(folder, keep)
     return finished
+
+
+class _InPlace(dcp.DefaultSavePlanner):
+    """The writer copies each tensor that is a part of a storage, and holds all copies until its file is closed: three shards
+    at once. So it gets tensors whose storage is what they show, of the same memory."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        if not isinstance(data, Tensor) or not data.is_cpu or not data.nbytes:
+            return data
+        memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+        return torch.frombuffer(memory, dtype=data.dtype).as_strided(data.size(), data.stride())
 
 
 def latest(directory: Folder) -> Path | None:
