@@ -39,7 +39,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that sizes or switches a mechanism. Counts are of FlatParameters."""
+    """Everything that sizes or switches a mechanism. Counts are of FlatParameters, of units where it says so."""
 
     units: Any = "auto"
     """'auto', 'none', an FQN pattern, a module class, a list of patterns and classes, a callable, or BytesOfFirstUse(n)."""
@@ -49,7 +49,7 @@ class Options:
     forward_prefetch: int = 1
     """How many AllGathers ahead are issued in forward; 0 = off."""
     rate_limit: int | None = 2
-    """At most this many gathered buffers, and gradient buffers waiting for their reduce; None = no limit."""
+    """At most this many units gathered, and gradient buffers waiting for their reduce; None = no limit."""
     rate_limit_bytes: int | None = None
     """The same bound in bytes of gathered buffers; None = no limit."""
     keep_root_resident: bool = True

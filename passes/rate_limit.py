@@ -1,11 +1,12 @@
-"""Bound the gathered buffers issued and not yet freed, and the gradient buffers waiting for their reduce.
+"""Bound the units gathered and not yet freed, and the gradient buffers waiting for their reduce.
 
 Why      A host that runs ahead issues every gather it meets; memory then grows with the model, not with the bound. A
          limit on gathers alone leaves the gradient buffers (in a report a peak of 7.2 GB became 10.3).
 Assumes  gathers-inserted, frees-inserted, reduces-inserted.
-Gives    rate-limited: at most `limit` gathered buffers (residents not counted) and at most `limit_bytes` of them at any
-         point of the issue order, and `throttle` edges that hold a stream to the same bound; at most `limit` gradient
-         buffers between FLAT and the end of their reduce.
+Gives    rate-limited: buffers of at most `limit` units gathered (residents not counted; a unit of several
+         FlatParameters, a frozen or a quantised part, is one) and at most `limit_bytes` of them at any point of the issue
+         order, and `throttle` edges that hold a stream to the same bound; at most `limit` gradient buffers between FLAT
+         and the end of their reduce.
 Keeps    Values bit for bit; the order of counted gathers among themselves, and of reduces.
 Costs    Overlap, where the limit is tighter than what prefetching asked for.
 Source   FSDP paper, section 3.4.2 (two in flight is the least that still overlaps).
@@ -16,7 +17,7 @@ A limit below what the graph needs at once (an operator that reads two units) is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ class RateLimit(Pass):
     provides: ClassVar[tuple[str, ...]] = ("rate-limited",)
 
     limit: int | None = 2
-    """Gathered buffers in flight, and gradient buffers waiting; None = no bound."""
+    """Units in flight, and gradient buffers waiting; None = no bound."""
     limit_bytes: int | None = None
     """Bytes of gathered buffers in flight; None = no bound."""
 
@@ -60,7 +61,7 @@ class RateLimit(Pass):
         for node in list(phase.graph.nodes):
             kind, flat = info(node).kind, info(node).flat or ""
             if kind == "all_gather" and (brought := counted(schedule, node)):
-                if not held_back and self._fits(alive, (), brought):
+                if not held_back and self._fits(schedule, alive, (), brought):
                     alive.update(brought)
                 else:
                     held_back.append(node)
@@ -68,28 +69,28 @@ class RateLimit(Pass):
                 while node.args[0] in held_back:
                     gather = held_back.popleft()
                     brought = counted(schedule, gather)
-                    if not self._fits(alive, (), brought):
-                        self._refuse(phase, alive, brought)
+                    if not self._fits(schedule, alive, (), brought):
+                        self._refuse(schedule, phase, alive, brought)
                     phase.move_before(gather, node, self.name)
                     alive.update(brought)
                     remarks.passed(info(gather).flat or "", f"AG held back to {describe(node)}")
             elif kind == "free" and flat in alive:
                 del alive[flat]
                 after = node
-                while held_back and self._fits(alive, (), counted(schedule, held_back[0])):
+                while held_back and self._fits(schedule, alive, (), counted(schedule, held_back[0])):
                     gather = held_back.popleft()
                     phase.move_before(gather, after.next, self.name)
                     alive.update(counted(schedule, gather))
                     after = gather
                     remarks.passed(info(gather).flat or "", f"AG held back to {describe(node)}")
 
-    def _refuse(self, phase: Phase, alive: dict[str, int], brought: dict[str, int]) -> None:
-        units = [*alive, *brought]
+    def _refuse(self, schedule: Schedule, phase: Phase, alive: dict[str, int], brought: dict[str, int]) -> None:
+        units = units_of(schedule, [*alive, *brought])
         needed = len(units)
         sizes = sum([*alive.values(), *brought.values()])
         over_count = self.limit is not None and needed > self.limit
         what = (
-            f"rate_limit={self.limit} is below the {needed} gathered buffers"
+            f"rate_limit={self.limit} is below the {needed} units"
             if over_count
             else f"rate_limit_bytes={self.limit_bytes} is below the {sizes} bytes"
         )
@@ -109,7 +110,7 @@ class RateLimit(Pass):
             if kind == "free" and flat in issued:
                 frees.append(node)
             elif kind == "all_gather" and (brought := counted(schedule, node)):
-                freed = next(k for k in range(len(frees) + 1) if self._fits(issued, frees[:k], brought))
+                freed = next(k for k in range(len(frees) + 1) if self._fits(schedule, issued, frees[:k], brought))
                 issued.update(brought)
                 if freed:
                     self._throttle_one(schedule, phase, node, frees[freed - 1])
@@ -122,12 +123,14 @@ class RateLimit(Pass):
         with phase.graph.inserting_before(gather):
             phase.call(ops.throttle, (free, gather.args[1]), flat=flats, by=self.name)
 
-    def _fits(self, issued: dict[str, int], frees: Sequence[fx.Node], brought: dict[str, int]) -> bool:
+    def _fits(
+        self, schedule: Schedule, issued: dict[str, int], frees: Sequence[fx.Node], brought: dict[str, int]
+    ) -> bool:
         """Whether what an AG brings is within both bounds, `issued` minus `frees` being there already."""
         gone = {info(free).flat for free in frees}
-        alive = [size for flat, size in issued.items() if flat not in gone] + [*brought.values()]
-        within = self.limit is None or len(alive) <= self.limit
-        return within and (self.limit_bytes is None or sum(alive) <= self.limit_bytes)
+        alive = {flat: size for flat, size in issued.items() if flat not in gone} | brought
+        within = self.limit is None or len(units_of(schedule, alive)) <= self.limit
+        return within and (self.limit_bytes is None or sum(alive.values()) <= self.limit_bytes)
 
     def _limit_gradients(self, phase: Phase, remarks: Remarks) -> None:
         """Before gradient buffer k is filled, the reduce of buffer k - limit has ended and reached `.grad`."""
@@ -147,6 +150,11 @@ class RateLimit(Pass):
 def counted(schedule: Schedule, gather: fx.Node) -> dict[str, int]:
     """The gathered buffers an AG brings that the limit counts, and their bytes; a bucket brings one a member."""
     return {flat: schedule.flats[flat].full_bytes for flat in info(gather).flats if schedule.counts(flat)}
+
+
+def units_of(schedule: Schedule, flats: Iterable[str]) -> list[str]:
+    """The units of these FlatParameters, each once."""
+    return list(dict.fromkeys(schedule.flats[flat].unit for flat in flats))
 
 
 def _completion(phase: Phase, flat: str) -> list[fx.Node]:

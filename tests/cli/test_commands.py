@@ -110,10 +110,7 @@ def test_passes_are_listed_in_order_with_their_contracts(capsys):
         assert rows["requires"].split(", ") == list(p.requires or ["-"])
         assert rows["provides"].split(", ") == list(p.provides or ["-"])
         assert all(f"{f.name}: {f.type} = {f.default!r}" in rows["options"] for f in dataclasses.fields(p))
-    assert (
-        "  Bound the gathered buffers issued and not yet freed"
-        in entries[[p.name for p in default].index("rate-limit")][1]
-    )
+    assert "  Bound the units gathered and not yet freed" in entries[[p.name for p in default].index("rate-limit")][1]
 
 
 def test_a_pass_by_name_says_all(capsys):

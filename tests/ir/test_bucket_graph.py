@@ -227,9 +227,7 @@ def test_the_rate_limit_counts_members(limit):
 
 
 def test_a_bucket_larger_than_the_limit_is_refused_by_name():
-    with pytest.raises(
-        fxshard.ScheduleError, match=r"rate_limit=2 is below the 4 gathered buffers.*'layers.2'"
-    ) as caught:
+    with pytest.raises(fxshard.ScheduleError, match=r"rate_limit=2 is below the 4 units.*'layers.2'") as caught:
         plain(rate_limit=2, passes=merging())
     assert "Raise it to at least 4" in str(caught.value)
 
@@ -353,7 +351,7 @@ MUTANTS: list[tuple[str, Callable[[Schedule], None], str, dict]] = [
     ("views_are_of_their_own_parameter", one_shard_too_few, "'layers.2'", {}),
     ("freed_or_resident", a_member_never_freed, "'layers.1'", {}),
     ("used_only_while_gathered", a_member_freed_too_early, "'layers.2'", {}),
-    ("within_the_limit", a_limit_for_fewer_members, "3 gathered buffers in flight", {"rate_limit": 4}),
+    ("within_the_limit", a_limit_for_fewer_members, "too many units in flight", {"rate_limit": 4}),
     ("streams_within_the_limit", a_limit_for_fewer_members, "'layers.2'", {"rate_limit": 4}),
     ("streams_within_the_limit", no_throttle_before_the_bucket, "layers.1 + layers.2", {"rate_limit": 2}),
     ("every_buffer_has_a_slot", no_slot, "layers.1 + layers.2", {}),

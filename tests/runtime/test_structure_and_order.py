@@ -345,6 +345,40 @@ def test_a_smaller_limit_names_both_units():
     check(Nested)
 
 
+class QuantisedAdapter(nn.Module):
+    """Three FlatParameters in one unit, which one operator needs together: trained, frozen bytes, frozen floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Parameter(torch.randint(256, (8, 8), dtype=torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((8, 1), 0.01), requires_grad=False)
+        self.adapter = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.bytes.to(x.dtype) - 128) * self.scale
+        return x + nn.functional.linear(x, weight + self.adapter.weight, self.adapter.bias)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_unit_of_several_flat_parameters_counts_once(limit):
+    def make() -> nn.Module:
+        return nn.Sequential(*(QuantisedAdapter() for _ in range(3)))
+
+    schedule = fxshard.trace(make(), (X,), F=2, rate_limit=limit, forward_prefetch=3, backward_prefetch=3)
+    assert len(schedule.flats) == 9
+    for phase in schedule.phases:
+        alive, most = set(), 0
+        for node in phase.graph.nodes:
+            found = node.meta.get("fxshard")
+            if found is not None and found.kind == "all_gather":
+                alive.add(found.flat)
+            elif found is not None and found.kind == "free":
+                alive.discard(found.flat)
+            most = max(most, len({schedule.flats[flat].unit for flat in alive}))
+        assert most == limit
+    check(make)
+
+
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_the_same_bound_in_bytes(units):
     unit = 288  # 8 by 8 and 8 in fp32

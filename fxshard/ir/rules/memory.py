@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -15,7 +16,7 @@ from fxshard.ir.schedule import Schedule
 
 
 def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Gathered buffers in flight, residents not counted, never exceed the rate limit, in number or in bytes."""
+    """What is gathered, residents not counted, never exceeds the rate limit, in units or in bytes."""
     problems = []
     alive: dict[str, int] = {}
     for node in phase.graph.nodes:
@@ -23,10 +24,8 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
         if kind == "all_gather" and (counted := [f for f in info(node).flats if schedule.counts(f)]):
             alive.update({f: schedule.flats[f].full_bytes for f in counted})
             names, size = ", ".join(map(repr, sorted(alive))), sum(alive.values())
-            if schedule.rate_limit is not None and len(alive) > schedule.rate_limit:
-                text = (
-                    f"{len(alive)} gathered buffers in flight ({names}), the limit is rate_limit={schedule.rate_limit}"
-                )
+            if over_count(schedule, alive):
+                text = f"too many units in flight ({names}), the limit is rate_limit={schedule.rate_limit}"
                 problems.append((node, text))
             if schedule.rate_limit_bytes is not None and size > schedule.rate_limit_bytes:
                 text = f"{size} gathered bytes in flight ({names}), the limit is rate_limit_bytes={schedule.rate_limit_bytes}"
@@ -34,6 +33,11 @@ def within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
         elif kind == "free":
             alive.pop(flat, None)
     return problems
+
+
+def over_count(schedule: Schedule, alive: Iterable[str]) -> bool:
+    """Whether these FlatParameters belong to more units than may be gathered at a time."""
+    return schedule.rate_limit is not None and len({schedule.flats[f].unit for f in alive}) > schedule.rate_limit
 
 
 def streams_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
@@ -51,8 +55,9 @@ def streams_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem]:
             issued += counted
             alive = [f for f in issued if freed.get(f, len(position)) > reached]
             size = sum(schedule.flats[f].full_bytes for f in alive)
-            over_count = schedule.rate_limit is not None and len(alive) > schedule.rate_limit
-            if over_count or (schedule.rate_limit_bytes is not None and size > schedule.rate_limit_bytes):
+            if over_count(schedule, alive) or (
+                schedule.rate_limit_bytes is not None and size > schedule.rate_limit_bytes
+            ):
                 names = ", ".join(map(repr, alive))
                 problems.append((node, f"nothing holds {describe(node)} back on its stream while {names} may be alive"))
     return problems
