@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.source import CallMethodItemSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -101,16 +103,33 @@ def aot(
     partition: Callable[..., Any],
 ) -> Callable[..., Any]:
     """AOTAutograd without decompositions; input mutations stay in the forward graph."""
-    return aot_module_simplified(
-        graph_module,
-        examples,
-        fw_compiler=forward_compiler,
-        bw_compiler=backward_compiler,
-        inference_compiler=inference_compiler,
-        partition_fn=partition,
-        decompositions={},
-        keep_inference_input_mutations=True,
-    )
+    with _writes_to_numbers_kept(examples):
+        return aot_module_simplified(
+            graph_module,
+            examples,
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+            inference_compiler=inference_compiler,
+            partition_fn=partition,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )
+
+
+@contextlib.contextmanager
+def _writes_to_numbers_kept(examples: Sequence[Any]) -> Iterator[None]:
+    """torch sees a number in each 0-d float64 tensor on the CPU. Where it is not used as one AOTAutograd asks Dynamo to
+    capture again, as if it were a constant, and Dynamo then drops what is written to it in place. There is nothing to
+    capture again where the number's source is a tensor: said here, before AOTAutograd asks."""
+    mode = detect_fake_mode(examples)
+    sources = {} if mode is None or mode.shape_env is None else mode.shape_env.var_to_sources
+    names = {str(symbol) for symbol, found in sources.items() if isinstance(found[0], CallMethodItemSource)}
+    added = names - TensorifyState.force_specializations
+    TensorifyState.force_specializations |= added
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= added
 
 
 def budget_partition(

@@ -647,6 +647,39 @@ def test_a_counter_counts_calls():
     assert sharded.n == 4
 
 
+class Written(nn.Module):
+    """Writes to buffers without dims and to an input: what torch takes for numbers, of which one is used as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("peak", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: Tensor, level: Tensor, factor: float) -> Tensor:
+        x = self.linear(x) * factor * self.gain + level.clone()
+        level.add_(1.0)
+        with torch.no_grad():
+            self.peak.copy_(torch.maximum(self.peak, x.abs().max()))
+        self.total.add_(x.detach().sum())
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_writes_to_tensors_without_dims_are_kept(dtype):
+    torch.manual_seed(0)
+    plain = Written().to(dtype)
+    sharded = fxshard.compile(copy.deepcopy(plain), F=2, units="none")
+    for step, x in enumerate(batches(4)):
+        levels = [torch.tensor(0.5 * step, dtype=dtype) for _ in range(2)]
+        outputs = [m(x.to(dtype), level, 1.0 + step) for m, level in zip((plain, sharded), levels)]
+        assert identical(*outputs)
+        assert identical(*levels) and levels[0] == 0.5 * step + 1
+        assert [b.tolist() for b in plain.buffers()] == [b.tolist() for b in sharded.buffers()]
+    assert len(sharded.schedules) == 2  # the factor is a number that changes: captured once more, and for good
+
+
 def test_autocast_on_and_off():
     plain, sharded = pair(Framed)
     for step, x in enumerate(batches(4)):
