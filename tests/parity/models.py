@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.models import GPT, MLP, GPTConfig
+from tests.horror.model import SYMBOLS, TOKENS, Horror
 
 EPOCH = 5
 """Steps until the batch that may be smaller."""
@@ -276,7 +277,36 @@ def image_inputs(draw: Draw) -> Inputs:
     }
 
 
+def horror(dropout: float, wide: bool = False) -> nn.Module:
+    """Its own dropout keeps its bits in every dtype, so it stays."""
+    model = Horror()
+    if wide:
+        model.batch_norm.__class__ = WideBatchNorm
+    return model
+
+
+def horror_inputs(draw: Draw) -> Inputs:
+    """Each block's extra branch is taken by every third batch."""
+    generator = draw.generator()
+    return {
+        "tokens": torch.randint(SYMBOLS, (draw.samples(), TOKENS), generator=generator),
+        "image": torch.randn(draw.samples(), 3, 4, 4, generator=generator),
+        "extra": draw.step % 3 == 1,
+    }
+
+
+def horror_loss(output: Any, step: int, rank: int) -> Tensor:
+    """In float32 or wider. The score counts on rank 0 alone in odd batches, on no rank in every fourth, else on all."""
+    wide = torch.promote_types(output.logits.dtype, torch.float32)
+    loss: Tensor = (output.logits / 4).to(wide).logsumexp(-1).mean()
+    if step % 4 == 0 or (step % 2 and rank):
+        return loss
+    return loss + output.score.to(wide).square().mean() / output.depth
+
+
 SUBJECTS: dict[str, Subject] = {
+    "horror": Subject(horror, horror_inputs, horror_loss, options={"debug": True}),
+    "horror_wide": Subject(partial(horror, wide=True), horror_inputs, horror_loss, options={"debug": True}),
     "mlp": Subject(SpareMLP, features_and_targets, options={"units": nn.Linear}),
     "two_heads": Subject(TwoHeads, features, two_heads_loss, options={"units": nn.Linear}),
     "gpt": Subject(gpt, gpt_inputs),

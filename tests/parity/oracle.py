@@ -1,16 +1,17 @@
 """What sharded training is held to: one eager process that runs the W ranks' batches one after another.
 
 Every rank has a state of the random generator and buffers of its own; the gradients are averaged; the optimizer steps once.
-A gradient is None where it is None on every rank, and a rank without it counts as zeros.
+A gradient is None where it is None on every rank, and a rank without it counts as zeros. Micro-batches add up.
 
 In mixed precision the process makes the casts fxshard makes: fp32 masters, a 16-bit copy of each parameter to compute with,
-gradients cast to fp32, divided by W and summed in rank order, within each group of F ranks first and then over the groups.
+gradients cast to fp32, divided by W and summed in rank order, within each group of F ranks first and then over the groups;
+what `no_sync` keeps is added where fxshard adds it. Only the clip norm, a sum of squares of pieces there, is another sum here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,9 @@ from tests.parity.models import SUBJECTS
 MODEL_SEED = 3
 DRAW_SEED = 40
 """Rank r draws from `DRAW_SEED + r`."""
+KEEPS = {"u": "unsharded", "s": "sharded"}
+PATTERNS = ("uur", "ssr", "usr", "sur", "rur")
+"""See `Case.pattern`."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,21 @@ class Case:
     ragged: bool = True
     """Whether every fifth batch is smaller, where the model follows it."""
     steps: int = 10
+    micro: int = 1
+    """Micro-batches a step: 1, or 3 of which the first two are kept by `no_sync` or reduced, by turns as `PATTERNS` says."""
+    clip: float | None = None
+    """Gradients are clipped to this norm before each step."""
+    reshard: bool = True
+    """`reshard_after_forward`."""
+
+    def pattern(self, step: int) -> str:
+        """What each micro-batch's backward does with its gradients: a key of `KEEPS`, or r, which reduces them."""
+        return PATTERNS[step % len(PATTERNS)] if self.micro == 3 else "r"
 
     def __str__(self) -> str:
         kind = self.mixed or self.dtype
         end = "" if self.ragged else "-even"
+        end += ("-accumulate" if self.micro > 1 else "") + ("" if self.reshard else "-gathered")
         return f"{self.subject}-W{self.W}-F{self.F}-{self.optimizer}-{str(kind).removeprefix('torch.')}{end}"
 
 
@@ -52,7 +67,7 @@ def worlds(sizes: tuple[int, ...] = (1, 2, 3, 4)) -> list[tuple[int, int]]:
 
 @dataclass
 class Record:
-    """What one step left: losses, buffers and generator states by rank, the rest by parameter name."""
+    """What one step left: losses (micro,), buffers and generator states by rank, the rest by parameter name."""
 
     losses: dict[int, Tensor]
     gradients: dict[str, Tensor | None]
@@ -61,6 +76,10 @@ class Record:
     """The optimizer's state, "name/key"."""
     buffers: dict[int, dict[str, Tensor]]
     random: dict[int, Tensor]
+    norm: Tensor | None = None
+    """Of all gradients before they were clipped; `gradients` are those after."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """The model's state dict, whole, in its order, after the last step; buffers in it are rank 0's."""
 
 
 def build(case: Case, seed: int = MODEL_SEED) -> nn.Module:
@@ -90,6 +109,8 @@ def record(
     buffers: dict[int, dict[str, Tensor]],
     random: dict[int, Tensor],
     whole: Callable[[Tensor], Tensor],
+    norm: Tensor | None = None,
+    state: dict[str, Tensor] | None = None,
 ) -> Record:
     """After the optimizer's step. `whole(tensor)` is a plain copy of a parameter or a moment."""
     named = dict(model.named_parameters())
@@ -99,7 +120,7 @@ def record(
         for key, value in sorted(optimizer.state[p].items())
     }
     parameters = {name: whole(p) for name, p in named.items()}
-    return Record(losses, gradients, parameters, moments, buffers, random)
+    return Record(losses, gradients, parameters, moments, buffers, random, norm, state or {})
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -125,62 +146,100 @@ class EagerRank:
         self.random = torch.get_rng_state()
 
 
-def train(case: Case) -> list[Record]:
-    """The records of all steps, all ranks in each. Depends on F in mixed precision alone, by the order of the sum."""
-    return _train(case if case.mixed else replace(case, F=1))
+def train(case: Case, norms: Sequence[Tensor] | None = None) -> list[Record]:
+    """The records of all steps, all ranks in each. Depends on F in mixed precision alone, by the order of the sum.
+
+    norms: what to clip by in place of the norms found here, of which the records tell.
+    """
+    case = replace(case, reshard=True)
+    return _train(case if case.mixed else replace(case, F=1), None if norms is None else tuple(norms))
 
 
 @lru_cache(maxsize=4)
-def _train(case: Case) -> list[Record]:
+def _train(case: Case, norms: tuple[Tensor, ...] | None) -> list[Record]:
     model = build(case)
     optimizer = make_optimizer(case, model)
     ranks = [EagerRank(model, r) for r in range(case.W)]
     records = []
     for step in range(case.steps):
-        losses, gradients = {}, []
-        for r, rank in enumerate(ranks):
-            with rank:
-                losses[r], found = one_batch(case, model, step, r)
-                gradients.append(found)
-        average = {name: mean(case, [g[name] for g in gradients]) for name in gradients[0]}
+        losses: dict[int, list[Tensor]] = {r: [] for r in range(case.W)}
+        found = []
+        for micro in range(case.micro):
+            gradients = []
+            for r, rank in enumerate(ranks):
+                with rank:
+                    loss, own = one_batch(case, model, step * case.micro + micro, r)
+                    losses[r].append(loss)
+                    gradients.append(own)
+            found.append(gradients)
         for name, p in model.named_parameters():
-            p.grad = average[name]
-        kept = {name: None if g is None else g.clone() for name, g in average.items()}
+            p.grad = combined(case, step, [[own[name] for own in gradients] for gradients in found])
+        norm = clip(case, model, None if norms is None else norms[step])
+        kept = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
         buffers = {r: rank.buffers for r, rank in enumerate(ranks)}
         random = {r: rank.random for r, rank in enumerate(ranks)}
-        records.append(record(model, optimizer, kept, losses, buffers, random, copy_of))
+        with ranks[0]:
+            state = {n: copy_of(v) for n, v in model.state_dict().items()} if step == case.steps - 1 else {}
+        records.append(record(model, optimizer, kept, stacked(losses), buffers, random, copy_of, norm, state))
     return records
 
 
-def one_batch(case: Case, model: nn.Module, step: int, rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+def stacked(losses: dict[int, list[Tensor]]) -> dict[int, Tensor]:
+    return {rank: torch.stack(found) for rank, found in losses.items()}
+
+
+def clip(case: Case, model: nn.Module, by: Tensor | None) -> Tensor | None:
+    """Clip `.grad` of a plain model, by another norm than its own if given; returns its own."""
+    if case.clip is None:
+        return None
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(parameters, case.clip, norm if by is None else by)
+    return norm
+
+
+def one_batch(case: Case, model: nn.Module, number: int, rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Loss and gradients of one rank's batch."""
     subject = SUBJECTS[case.subject]
     computed: dict[str, Any] = dict(model.named_parameters())
     if case.mixed:
-        computed = {n: p.detach().to(case.mixed).requires_grad_(p.requires_grad) for n, p in computed.items()}
+        computed = {
+            n: (p.detach().to(case.mixed) if p.is_floating_point() else p.detach()).requires_grad_(p.requires_grad)
+            for n, p in computed.items()
+        }
     for p in computed.values():
         p.grad = None
-    inputs = subject.batch(step, rank, case.mixed or case.dtype, case.ragged)
+    inputs = subject.batch(number, rank, case.mixed or case.dtype, case.ragged)
     output = torch.func.functional_call(model, computed, (), inputs) if case.mixed else model(**inputs)
-    loss = subject.loss(output, step, rank)
+    loss = subject.loss(output, number, rank)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in computed.items()}
 
 
-def mean(case: Case, gradients: list[Tensor | None]) -> Tensor | None:
-    """Of the ranks' gradients, in the parameter's dtype."""
-    present = [g for g in gradients if g is not None]
+def combined(case: Case, step: int, gradients: list[list[Tensor | None]]) -> Tensor | None:
+    """One parameter's gradients, by micro-batch and rank -> the sum of the micro-batches' means, in its dtype."""
+    present = [g for of_ranks in gradients for g in of_ranks if g is not None]
     if not present:
         return None
     if case.mixed is None:
         return torch.stack(present).sum(0) / case.W
     scale = 1.0 / case.W  # fp32 may round a division and a product by the reciprocal apart
-    parts = [
-        torch.zeros_like(present[0], dtype=case.dtype) if g is None else g.to(case.dtype) * scale for g in gradients
-    ]
-    groups = [_in_order(parts[i : i + case.F]) for i in range(0, case.W, case.F)]
-    return _in_order(groups)
+    zeros = torch.zeros_like(present[0], dtype=case.dtype)
+    kept, kept_sums, total = [zeros] * case.W, [zeros] * (case.W // case.F), zeros
+    for how, of_ranks in zip(case.pattern(step), gradients, strict=True):
+        parts = [k if g is None else k + g.to(case.dtype) * scale for k, g in zip(kept, of_ranks)]
+        if how == "u" or (how == "s" and case.F == 1):
+            kept = parts
+            continue
+        kept = [zeros] * case.W
+        sums = [_in_order(parts[i : i + case.F]) + k for i, k in zip(range(0, case.W, case.F), kept_sums)]
+        if how == "s" and case.F < case.W:
+            kept_sums = sums
+            continue
+        kept_sums = [zeros] * len(sums)
+        total = total + _in_order(sums)
+    return total
 
 
 def _in_order(parts: list[Tensor]) -> Tensor:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 import fxshard
 from fxshard.capture import torch_private
 from tests.parity.models import SUBJECTS
-from tests.parity.oracle import DRAW_SEED, MODEL_SEED, Case, Record, build, copy_of, make_optimizer, record
+from tests.parity.oracle import (
+    DRAW_SEED,
+    KEEPS,
+    MODEL_SEED,
+    Case,
+    Record,
+    build,
+    copy_of,
+    make_optimizer,
+    record,
+    stacked,
+)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -20,16 +34,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def options(case: Case) -> dict[str, Any]:
-    chosen = dict(SUBJECTS[case.subject].options)
+    chosen = {"reshard_after_forward": case.reshard, **SUBJECTS[case.subject].options}
     if case.mixed:
         chosen["mixed_precision"] = fxshard.MixedPrecision(param=case.mixed, reduce=case.dtype)
     return chosen
 
 
-def backward(case: Case, model: nn.Module, step: int, rank: int) -> Tensor:
-    subject = SUBJECTS[case.subject]
-    loss = subject.loss(model(**subject.batch(step, rank, case.dtype, case.ragged)), step, rank)
-    loss.backward()
+def backward(case: Case, model: Any, step: int, micro: int, rank: int) -> Tensor:
+    """The loss of one micro-batch, its gradients kept or reduced."""
+    subject, number, how = SUBJECTS[case.subject], step * case.micro + micro, case.pattern(step)[micro]
+    with model.no_sync(KEEPS[how]) if how in KEEPS else contextlib.nullcontext():
+        loss = subject.loss(model(**subject.batch(number, rank, case.dtype, case.ragged)), number, rank)
+        loss.backward()
     return loss.detach()
 
 
@@ -41,6 +57,18 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in model.named_buffers()}
 
 
+def clipped(case: Case, model: Any) -> Tensor | None:
+    return None if case.clip is None else model.clip_grad_norm_(case.clip)
+
+
+def state_of(case: Case, model: nn.Module, step: int) -> dict[str, Tensor]:
+    """The whole state dict after the last step. A collective."""
+    if step < case.steps - 1:
+        return {}
+    state = model.state_dict()
+    return {name: v.full_tensor() if isinstance(v, DTensor) else copy_of(v) for name, v in state.items()}
+
+
 def _steps(case: Case, model: nn.Module, rank: int) -> list[Record]:
     """Train as one rank."""
     optimizer = make_optimizer(case, model)
@@ -48,10 +76,12 @@ def _steps(case: Case, model: nn.Module, rank: int) -> list[Record]:
     records = []
     for step in range(case.steps):
         optimizer.zero_grad()
-        losses = {rank: backward(case, model, step, rank)}
+        losses = stacked({rank: [backward(case, model, step, micro, rank) for micro in range(case.micro)]})
+        norm = clipped(case, model)
         gradients, buffers, random = gradients_of(model), {rank: buffers_of(model)}, {rank: torch.get_rng_state()}
         optimizer.step()
-        records.append(record(model, optimizer, gradients, losses, buffers, random, whole))
+        state = state_of(case, model, step)
+        records.append(record(model, optimizer, gradients, losses, buffers, random, whole, norm, state))
     return records
 
 
@@ -76,16 +106,19 @@ def train_contributors(case: Case) -> list[Record]:
     records = []
     for step in range(case.steps):
         optimizer.zero_grad()
-        losses, buffers = {}, {}
-        for r in range(case.W):
+        losses: dict[int, list[Tensor]] = {r: [] for r in range(case.W)}
+        buffers = {}
+        for micro, r in itertools.product(range(case.micro), range(case.W)):
             torch.set_rng_state(random[r])
             with world.rank(r):
-                losses[r] = backward(case, model, step, r)
+                losses[r].append(backward(case, model, step, micro, r))
                 buffers[r] = buffers_of(model)
             random[r] = torch.get_rng_state()
+        norm = clipped(case, model)
         gradients = gradients_of(model)
         optimizer.step()
-        records.append(record(model, optimizer, gradients, losses, buffers, dict(random), whole))
+        state = state_of(case, model, step)
+        records.append(record(model, optimizer, gradients, stacked(losses), buffers, dict(random), whole, norm, state))
     return records
 
 

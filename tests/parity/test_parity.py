@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from tests.distributed.harness import Ranks
-from tests.parity.cases import MODELS, TIMEOUT_S, few_and_full
-from tests.parity.compare import differences, text, worst
-from tests.parity.oracle import Case, Record, train, worlds
-from tests.parity.sharded import train_rank
+from tests.parity.cases import MODELS, few_and_full, largest_difference
+from tests.parity.oracle import Case, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,22 +52,6 @@ FULL_BFLOAT16 = [
     for W, F in worlds()
     for o in OPTIMIZERS
 ]
-
-
-def largest_difference(ranks: Ranks, case: Case) -> tuple[float, str]:
-    """Over all ranks, and in words. The ranks' parameters and moments are the same bits on all."""
-    expected = train(case)
-    results: list[list[Record]] = ranks.run(case.W, train_rank, case, timeout_s=TIMEOUT_S)
-    for r, result in enumerate(results):
-        apart = differences(shared(results[0]), shared(result))
-        assert not any(d.bits for d in apart.values()), f"{case}: ranks 0 and {r} hold different values: {text(apart)}"
-    found = [differences(expected, result) for result in results]
-    return max(map(worst, found)), "\n".join(f"{case}, rank {r}: {text(d)}" for r, d in enumerate(found))
-
-
-def shared(records: list[Record]) -> list[Record]:
-    """What all ranks have in common."""
-    return [Record({}, r.gradients, r.parameters, r.moments, {}, {}) for r in records]
 
 
 @pytest.mark.parametrize("case", few_and_full(FLOAT64, FULL_FLOAT64))
