@@ -51,7 +51,7 @@ class Options:
     rate_limit: int | None = 2
     """At most this many units gathered, and gradient buffers waiting for their reduce; None = no limit."""
     rate_limit_bytes: int | None = None
-    """The same bound in bytes of gathered buffers; None = no limit."""
+    """A bound in bytes of gathered buffers; None = no limit."""
     keep_root_resident: bool = True
     """Whether the root stays gathered from forward to backward."""
     reshard_after_forward: bool | Mapping[str, bool] = True

@@ -11,9 +11,9 @@ Costs    A bucket's members are all gathered from the first one's AG on, and its
          FREE; a direct exchange (gloo) takes as many bytes again for staging.
 Source   PyTorch DDP's gradient buckets (`bucket_cap_mb`), turned to gathers.
 
-The rate limit counts every member. Before rate-limit and the prefetching passes, `members` must be within the limit, and
-half of it leaves room for the next bucket to come while one is in use. After rate-limit only what no throttle separates
-is merged, which breaks no limit.
+The rate limit counts the unit of every member. Before rate-limit and the prefetching passes, `members` must be within the
+limit, and half of it leaves room for the next bucket to come while one is in use. After rate-limit only what no throttle
+separates is merged, which breaks no limit.
 """
 
 from __future__ import annotations

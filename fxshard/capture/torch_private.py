@@ -123,7 +123,7 @@ def _writes_to_numbers_kept(examples: Sequence[Any]) -> Iterator[None]:
     capture again where the number's source is a tensor: said here, before AOTAutograd asks."""
     mode = detect_fake_mode(examples)
     sources = {} if mode is None or mode.shape_env is None else mode.shape_env.var_to_sources
-    names = {str(symbol) for symbol, found in sources.items() if isinstance(found[0], CallMethodItemSource)}
+    names = {str(s) for s, found in sources.items() if any(isinstance(f, CallMethodItemSource) for f in found)}
     added = names - TensorifyState.force_specializations
     TensorifyState.force_specializations |= added
     try:

@@ -5,6 +5,10 @@ buffers and random state, the optimizer's state, and in the end the state dict w
 
 float64 to 1e-9 and float32 with SGD to 1e-5, for the reasons told in `tests/parity/test_parity.py`. In bfloat16 with float32
 reduction the bits are the same, but those of the norm, see `tests/parity/cases.py`.
+
+Largest differences seen: float64 with SGD 1e-15, float32 5e-7, bfloat16 none. float64 with AdamW 2e-10, of `conv.bias` and of
+the running mean that it moves: before a BatchNorm its gradient is nothing but rounding, 1e-16, of which AdamW makes steps by
+dividing it by 1e-8; of everything else 1e-15.
 """
 
 from __future__ import annotations
@@ -44,8 +48,7 @@ FULL = [
 ]
 FEW = [
     horror(2, 2, "float64", "adamw", 3, True),
-    horror(3, 3, "bfloat16", "sgd", 1, False),
-    horror(2, 1, "float32", "sgd", 1, True),
+    horror(1, 1, "float32", "sgd", 1, False),
 ]
 
 
@@ -71,7 +74,7 @@ CONTRIBUTORS = [
         ((2, 1), (3, 3), (4, 2)), (True, False), PRECISIONS
     )
 ]
-FEW_CONTRIBUTORS = [horror(4, 2, "bfloat16", "adamw", 3, True)]
+FEW_CONTRIBUTORS = [horror(4, 2, "bfloat16", "adamw", 3, True), horror(3, 3, "float64", "sgd", 3, False)]
 
 
 @pytest.mark.parametrize("case", few_and_full(FEW_CONTRIBUTORS, CONTRIBUTORS))
