@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import fx
@@ -102,8 +103,11 @@ def aot(
     inference_compiler: Callable[..., Any],
     partition: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """AOTAutograd without decompositions; input mutations stay in the forward graph."""
-    with _writes_to_numbers_kept(examples):
+    """AOTAutograd without decompositions; input mutations stay in the forward graph.
+
+    Backward is traced without autocast, as eager runs it: torch's default, that of the call, casts fp32 gradients too.
+    """
+    with functorch_config.patch(backward_pass_autocast="off"), _writes_to_numbers_kept(examples):
         return aot_module_simplified(
             graph_module,
             examples,

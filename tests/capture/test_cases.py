@@ -694,6 +694,22 @@ def test_autocast_on_and_off():
         assert differences(plain, sharded) == []
 
 
+def test_backward_is_not_under_autocast():
+    """A region of fp32 inside autocast has an fp32 backward, as eager gives it outside of the context."""
+
+    class Exact(Framed):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    plain, sharded = pair(Exact)
+    for model in (plain, sharded):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batches(1)[0])
+        output.square().mean().backward()
+    assert differences(plain, sharded) == []
+
+
 def test_training_mode_is_seen():
     plain, sharded = pair(Drop)
 
