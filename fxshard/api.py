@@ -30,6 +30,7 @@ from fxshard.ir.nodes import bytes_text
 from fxshard.ir.verify import verify
 from fxshard.options import InitFunction, Options, check_choice, check_factor, did_you_mean
 from fxshard.parameter import Generation, ShardedParameter
+from fxshard.precision import cast, entrances, full_precision_modules, full_precision_parameters
 from fxshard.runtime import (
     ControlPlane,
     Executor,
@@ -175,6 +176,8 @@ class _State:
         """A forward that was set on the module itself, not on its class."""
         self.run: Callable[..., Any]
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self.full_precision = full_precision_modules(module, options.mixed_precision)
+        self.entrances = entrances(module, options.units, options.mixed_precision, self.full_precision)
         self.plain = False
 
     @property
@@ -386,7 +389,7 @@ def compile(
         device = _device(model)
         F, W = _factor_and_size(F, mesh, world)
         units = _units(model, settings, example_inputs, device)
-        flats = flat_parameters(model, units, F, settings.mixed_precision)
+        flats = _flats(model, units, F, settings)
         passes.check_complete(passes.pipeline(settings), settings)
         if ranks is None:
             world = world or VirtualWorld(F, device=device)
@@ -409,7 +412,7 @@ def compile(
     home: World = world or (GlooWorld(F, mesh) if _backend(device) == "gloo" else NcclWorld(F, device, mesh))
     generation = Generation()
     state.storages = shard(model, flats, home, settings, init, generation)
-    cast_buffers(model, settings.mixed_precision.buffers)
+    cast_buffers(model, settings.mixed_precision.buffers, state.full_precision)
     if world is not None:
         world.attach(model)
     state.executor = Executor(
@@ -437,7 +440,7 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     prepare(model)
     device = _placed(model) or torch.device("cpu")
     units = _units(model, settings, example_inputs, device)
-    flats = flat_parameters(model, units, F, settings.mixed_precision)
+    flats = _flats(model, units, F, settings)
     return _trace(model, flats, example_inputs, _Place(W, F, device), settings)
 
 
@@ -545,13 +548,19 @@ def _units(model: nn.Module, options: Options, example_inputs: Any, device: torc
         raise ValueError(
             "units=BytesOfFirstUse(...) needs example_inputs: the order of first use is read off the graph"
         )
-    whole = flat_parameters(model, partition(model, "none"), 1, options.mixed_precision)
-    plain = Options(mixed_precision=options.mixed_precision)
+    whole = _flats(model, partition(model, "none"), 1, options)
+    plain = Options(units="none", mixed_precision=options.mixed_precision)
     schedule = _trace(model, whole, example_inputs, _Place(1, 1, device), plain)
     views = schedule.forward.nodes("param_view")
     first = {v: min(v.users) for v in views if v.users}
     order = [v.meta["fxshard"].fqn for v in sorted(first, key=lambda v: first[v])]
     return units_by_bytes(model, order, options.units.num_bytes)
+
+
+def _flats(model: nn.Module, units: list[Unit], F: int, options: Options) -> dict[str, FlatParameter]:
+    precision = options.mixed_precision
+    chosen = full_precision_parameters(model, full_precision_modules(model, precision))
+    return flat_parameters(model, units, F, precision, chosen)
 
 
 def _fingerprint(state: _State, mesh: DeviceMesh | None, init: InitFunction | None) -> str:
@@ -572,12 +581,13 @@ def _install(model: nn.Module, state: _State) -> None:
     """Swap the class for one with the mixin, whose forward runs the captured step. Hooks stay outside of it."""
     state.handles = _compute_handles(model, state)
     entries = [_entry(model, name) for name in state.options.entry_points]
-    state.run = _runner(state, state.user_forward, _capturing(model.forward, state))
+    cast_to = _input_dtype(state.options)
+    state.run = _runner(state, state.user_forward, _capturing(model.forward, state), cast_to)
     state.own_forward = model.__dict__.pop("forward", None)
     model.__class__ = _sharded_class(type(model))
     model.__dict__[_STATE] = state
     for owner, name in entries:
-        owner.__dict__[name] = _entry_point(getattr(owner, name), state)
+        owner.__dict__[name] = _entry_point(owner, name, state)
 
 
 def _entry(model: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -603,9 +613,16 @@ def _entry(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     return owner, name
 
 
-def _entry_point(function: Callable[..., Any], state: _State) -> Callable[..., Any]:
+def _entry_point(owner: nn.Module, name: str, state: _State) -> Callable[..., Any]:
     """Stands for a method that is also called from outside forward: captured there, traced through inside."""
-    run = _runner(state, lambda: function, _capturing(function, state))
+    function = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, name)(*args, **kwargs)  # through the casts that are there during a call
+
+    in_full_precision = any(owner is module for chosen in state.full_precision for module in chosen.modules())
+    cast_to = None if in_full_precision else _input_dtype(state.options)
+    run = _runner(state, lambda: function, _capturing(called, state), cast_to)
 
     @functools.wraps(function)
     def entry(*args: Any, **kwargs: Any) -> Any:
@@ -638,9 +655,11 @@ def _capturing(user_forward: Callable[..., Any], state: _State) -> Callable[...,
 
     A code object of its own keeps Dynamo's cache, and the limit on captures, per model and not per class.
     """
+    output = state.options.mixed_precision.output
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return user_forward(*args, **kwargs)
+        outputs = user_forward(*args, **kwargs)
+        return outputs if output is None else cast(outputs, output)
 
     return torch.compile(
         torch_private.own_code(forward),
@@ -675,13 +694,15 @@ def _compute_handles(model: nn.Module, state: _State) -> list[tuple[dict[str, An
 
 
 def _runner(
-    state: _State, plainly: Callable[[], Callable[..., Any]], captured: Callable[..., Any]
+    state: _State,
+    plainly: Callable[[], Callable[..., Any]],
+    captured: Callable[..., Any],
+    cast_to: torch.dtype | None,
 ) -> Callable[..., Any]:
     """What `model(...)` runs: compute dtypes in place, the captured step, errors with the user's line.
 
-    `plainly()` is what it stands for.
+    `plainly()` is what it stands for; `cast_to` what floating inputs are cast to.
     """
-    cast_to = state.options.mixed_precision.param
     handles = state.handles
     reference = state._module
 
@@ -689,11 +710,13 @@ def _runner(
         if state.plain:
             return plainly()(*args, **kwargs)
         if cast_to is not None:
-            args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, cast_to), (args, kwargs))
+            args, kwargs = cast((args, kwargs), cast_to)
         for table, name, master, handle in handles:
             if handle.requires_grad != master.requires_grad:
                 handle.requires_grad_(master.requires_grad)
             table[name] = handle
+        for entrance in state.entrances:
+            entrance.open()
         failure: Exception | None = None
         outputs = None
         try:
@@ -703,6 +726,8 @@ def _runner(
             failure = _wrong_call(plainly(), args, kwargs) or capture_error(error, reference(), sharded=True)
             failure.__cause__ = error
         finally:
+            for entrance in state.entrances:
+                entrance.close()
             for table, name, master, _ in handles:
                 table[name] = master
         if failure is not None:
@@ -729,8 +754,9 @@ def _wrong_call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return None
 
 
-def _cast_input(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+def _input_dtype(options: Options) -> torch.dtype | None:
+    """What floating inputs of the model are cast to."""
+    return options.mixed_precision.param if options.mixed_precision.cast_forward_inputs else None
 
 
 # -- tracing
@@ -754,10 +780,11 @@ def _trace(
     # Operators are chosen by device and some do not differentiate on meta: what is on meta is captured as `device`.
     on_device: dict[Tensor, Tensor] = {}
     args, kwargs = torch_private.pytree.tree_map(lambda x: _made_real(x, device, on_device), (args, kwargs))
-    if options.mixed_precision.param is not None:
-        dtype = options.mixed_precision.param
-        args, kwargs = torch_private.pytree.tree_map(lambda x: _cast_input(x, dtype), (args, kwargs))
+    if (dtype := _input_dtype(options)) is not None:
+        args, kwargs = cast((args, kwargs), dtype)
     captured = _capturing(model.forward, state)
+    for entrance in state.entrances:
+        entrance.open()
     try:
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, p in module._parameters.items():
@@ -768,13 +795,16 @@ def _trace(
                 if buffer is not None and (real := _made_real(buffer, device, on_device)) is not buffer:
                     saved.append((module._buffers, name, buffer))
                     module._buffers[name] = real
+        saved += cast_buffers(model, options.mixed_precision.buffers, state.full_precision)
         with torch_private.without_default_device(), torch_private.while_capturing():
             captured(*args, **kwargs)
     except torch_private.CAPTURE_FAILURES as error:
         if not state.captured:
             raise capture_error(error, model, sharded=False) from error
     finally:
-        for table, name, p in saved:
+        for entrance in state.entrances:
+            entrance.close()
+        for table, name, p in reversed(saved):
             table[name] = p
     if not state.captured:
         raise CaptureError(f"forward of {type(model).__name__} reads no parameter: there is nothing to schedule")

@@ -16,25 +16,61 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes to gather and compute in, to reduce gradients in, for floating buffers, and to add gradients of several
-    backwards up in; None keeps what is there.
+    """Dtypes of what is computed and communicated; None keeps what is there.
 
-    `reduce=None` reduces in the dtype that is gathered. `accumulate=None` adds up in fp32, or in the parameter's dtype where
-    that is wider, whatever goes over the wire. Floating inputs of forward are cast to `param`, outputs are not cast back.
-    Sharded parameters, gradients and optimizer state keep the parameter's own dtype; integer parameters are never cast.
+    Sharded parameters, gradients and optimizer state keep the parameter's own dtype. Parameters and inputs of other dtypes than
+    fp16, bf16, fp32 and fp64 (integers, fp8, complex) are never cast.
     """
 
     param: torch.dtype | None = None
+    """What parameters are gathered and computed with in. Floating inputs are cast to it where the model and where each
+    unit is entered."""
     reduce: torch.dtype | None = None
+    """What gradients are reduced in; None = the dtype that is gathered."""
     buffers: torch.dtype | None = None
+    """What floating buffers are kept in."""
     accumulate: torch.dtype | None = None
+    """What gradients of several backwards are added up in; None = fp32, or the parameter's dtype where that is wider,
+    whatever goes over the wire."""
+    output: torch.dtype | None = None
+    """What floating outputs of the model are cast to; None = they are left as forward made them."""
+    cast_forward_inputs: bool = True
+    """Whether inputs of the model and of units are cast; those of modules in full precision always are."""
+    full_precision: Any = ()
+    """A module class, an FQN pattern, or several: what of the above does not apply to these modules and what is below them.
+
+    Their parameters are gathered and computed with in their own dtype, reduced and added up in it or wider, their buffers
+    kept. Floating inputs are cast to that dtype where such a module is entered, floating outputs to what the inputs were.
+    """
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
+        for name in ("param", "reduce", "buffers", "accumulate", "output"):
+            value = getattr(self, name)
             if value is not None and value not in FLOATS:
                 allowed = ", ".join(map(str, FLOATS))
-                raise ValueError(f"MixedPrecision({f.name}={value!r}): a floating dtype was expected, one of {allowed}")
+                raise ValueError(f"MixedPrecision({name}={value!r}): a floating dtype was expected, one of {allowed}")
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise TypeError(
+                f"MixedPrecision(cast_forward_inputs={self.cast_forward_inputs!r}): True or False was expected"
+            )
+        wanted = self.full_precision
+        several = tuple(wanted) if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,)
+        if not all(isinstance(item, (str, type)) for item in several):
+            raise TypeError(
+                f"MixedPrecision(full_precision={wanted!r}): a module class, a pattern of module names ('*.norm'), or several "
+                "of them were expected"
+            )
+        object.__setattr__(self, "full_precision", several)
+
+    def of(self, dtype: torch.dtype, full_precision: bool) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+        """What parameters of `dtype` are gathered, reduced and added up in (None: fp32 or wider)."""
+        if dtype not in FLOATS:
+            return dtype, dtype, None
+        if full_precision:
+            wider = [None if d is None else torch.promote_types(dtype, d) for d in (self.reduce, self.accumulate)]
+            return dtype, wider[0] or dtype, wider[1]
+        gathered = self.param or dtype
+        return gathered, self.reduce or gathered, self.accumulate
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fxshard import deferred
 from fxshard.capture import torch_private
 from fxshard.ir import FlatParameter
-from fxshard.options import InitFunction, Options
+from fxshard.options import FLOATS, InitFunction, Options
 from fxshard.parameter import Generation
 from fxshard.runtime import FlatStorage, World
 
@@ -75,15 +75,24 @@ def shard(
     return storages
 
 
-def cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Put floating buffers into `dtype` (None leaves them); one that several modules share stays one."""
+def cast_buffers(
+    model: nn.Module, dtype: torch.dtype | None, full_precision: Iterable[nn.Module]
+) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Put floating buffers into `dtype` (None leaves them), those of modules in full precision excepted.
+
+    One that several modules share stays one. Returns what was replaced, and where it was.
+    """
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     if dtype is None:
-        return
+        return replaced
+    kept = {buffer for module in full_precision for buffer in module.buffers()}
     cast: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
+            if buffer is not None and buffer.dtype in FLOATS and buffer not in kept:
+                replaced.append((module._buffers, name, buffer))
                 module._buffers[name] = cast.setdefault(buffer, buffer.to(dtype))
+    return replaced
 
 
 def _become(original: nn.Parameter, piece: nn.Parameter) -> bool:

@@ -11,10 +11,11 @@ import difflib
 import fnmatch
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxshard.ir.layout import FlatParameter, ParameterSpec, contiguous_stride, is_dense
@@ -65,15 +66,8 @@ def unit_modules(model: nn.Module, units: UnitsOption) -> list[str]:
         chosen = _repeated_blocks(model)
     elif units == "none":
         chosen = []
-    elif isinstance(units, str):
-        chosen = _by_pattern(modules, units)
-    elif isinstance(units, type):
-        chosen = _by_class(modules, units)
-    elif isinstance(units, (list, tuple, set, frozenset)):
-        found: set[str] = set()
-        for item in units:
-            found.update(_by_class(modules, item) if isinstance(item, type) else _by_pattern(modules, item))
-        chosen = [name for name in modules if name in found]
+    elif isinstance(units, (str, type, list, tuple, set, frozenset)):
+        chosen = modules_named(modules, units, "units", "; alone, 'auto' and 'none' are allowed too.")
     elif callable(units):
         chosen = _by_callable(modules, units)
     else:
@@ -99,23 +93,38 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
     return chosen
 
 
-def _by_class(modules: dict[str, nn.Module], wanted: type) -> list[str]:
-    found = [name for name, module in modules.items() if isinstance(module, wanted)]
-    if not found:
-        classes = ", ".join(sorted({type(m).__name__ for m in modules.values()})) or "none, the model has no submodules"
-        raise ValueError(f"units={wanted.__name__}: no module of this class. Classes here: {classes}")
-    return found
+def modules_named(modules: Mapping[str, nn.Module], wanted: Any, option: str, more: str = ".") -> list[str]:
+    """Names of the modules that `wanted` chooses, in the order of `modules`: a class, an FQN pattern, or several of them.
+
+    Raises TypeError or ValueError that names `option`, every one that matches no module, and what there is. `more` goes on
+    where a pattern matches none.
+    """
+    found: set[str] = set()
+    problems = []
+    for item in [wanted] if isinstance(wanted, (str, type)) else wanted:
+        if isinstance(item, type):
+            names = [name for name, module in modules.items() if isinstance(module, item)]
+            if not names:
+                classes = sorted({type(m).__name__ for m in modules.values()})
+                there = ", ".join(classes) or "none, the model has no submodules"
+                problems.append(f"{option}={item.__name__}: no module of this class. Classes here: {there}")
+        elif isinstance(item, str):
+            names = [name for name in modules if fnmatch.fnmatchcase(name, item)]
+            if not names:
+                problems.append(f"{option}={item!r} matches no module{more}{_names_like(item, modules)}")
+        else:
+            raise TypeError(f"{option} holds {item!r}: a module class or an FQN pattern was expected")
+        found.update(names)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return [name for name in modules if name in found]
 
 
-def _by_pattern(modules: dict[str, nn.Module], pattern: Any) -> list[str]:
-    if not isinstance(pattern, str):
-        raise TypeError(f"units holds {pattern!r}: a module class or an FQN pattern was expected")
-    found = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
-    if not found:
-        close = difflib.get_close_matches(pattern, [*modules, "auto", "none"], n=3)
-        hint = f" Close names: {', '.join(close)}" if close else ""
-        raise ValueError(f"units={pattern!r} matches no module; alone, 'auto' and 'none' are allowed too.{hint}")
-    return found
+def _names_like(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    if close := difflib.get_close_matches(pattern, modules, n=3):
+        return f" Close names: {', '.join(close)}"
+    shown = ", ".join([*modules][:8]) or "none, the model has no submodules"
+    return f" Modules here: {shown}" + (f" and {len(modules) - 8} more" if len(modules) > 8 else "")
 
 
 def _by_callable(modules: dict[str, nn.Module], wanted: Callable[[str, nn.Module], bool]) -> list[str]:
@@ -204,12 +213,16 @@ def storage_stride(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def flat_parameters(
-    model: nn.Module, units: Sequence[Unit], F: int, precision: MixedPrecision
+    model: nn.Module,
+    units: Sequence[Unit],
+    F: int,
+    precision: MixedPrecision,
+    full_precision: Collection[nn.Parameter] = (),
 ) -> dict[str, FlatParameter]:
-    """One FlatParameter per (dtype, requires_grad) in a unit (the root: in each of its parts), by name.
+    """One FlatParameter per (dtype, precision, requires_grad) in a unit (the root: in each of its parts), by name.
 
-    A name is the unit's, with `[dtype]` or `[dtype, frozen]` where the unit has several, and `(root).1` for a second
-    part.
+    A name is the unit's, with `[dtype, full precision, frozen]`, or those of them that tell the unit's apart, and `(root).1`
+    for a second part. `full_precision` are the parameters to which `precision` does not apply.
     """
     aliases = named_parameters_with_aliases(model)
     root_parts = sum(unit.is_root for unit in units)
@@ -219,14 +232,15 @@ def flat_parameters(
         base = unit.name
         if unit.is_root and root_parts > 1:
             base, part = f"{ROOT}.{part}", part + 1
-        groups: dict[tuple[Any, bool], list[ParameterSpec]] = {}
+        groups: dict[tuple[torch.dtype, bool, bool], list[ParameterSpec]] = {}
         for fqn, p in unit.parameters:
             spec = ParameterSpec(
                 fqn, tuple(p.shape), storage_stride(p), p.dtype, p.requires_grad, tuple(aliases[p][1:])
             )
-            groups.setdefault((p.dtype, p.requires_grad), []).append(spec)
-        dtypes = {dtype for dtype, _ in groups}
-        for (dtype, requires_grad), specs in groups.items():
+            full = p in full_precision and precision.of(p.dtype, True) != precision.of(p.dtype, False)
+            groups.setdefault((p.dtype, full, p.requires_grad), []).append(spec)
+        dtypes, precisions = {dtype for dtype, _, _ in groups}, {(dtype, full) for dtype, full, _ in groups}
+        for (dtype, full, requires_grad), specs in groups.items():
             if requires_grad and dtype not in FLOATS:
                 raise ValueError(
                     f"parameter '{specs[0].fqn}' is trainable and of {dtype}; gradients are reduced in "
@@ -235,14 +249,10 @@ def flat_parameters(
             marks = []
             if len(dtypes) > 1:
                 marks.append(str(dtype).removeprefix("torch."))
-            if len(groups) > len(dtypes) and not requires_grad:
+            if full and (dtype, False) in precisions:
+                marks.append("full precision")
+            if len(groups) > len(precisions) and not requires_grad:
                 marks.append("frozen")
             name = f"{base}[{', '.join(marks)}]" if marks else base
-            castable = dtype.is_floating_point
-            param_dtype = precision.param if castable and precision.param is not None else dtype
-            reduce_dtype = precision.reduce if castable and precision.reduce is not None else param_dtype
-            flats[name] = FlatParameter.build(
-                name, base, unit.is_root, tuple(specs), F, param_dtype, reduce_dtype,
-                precision.accumulate if castable else None,
-            )  # fmt: skip
+            flats[name] = FlatParameter.build(name, base, unit.is_root, tuple(specs), F, *precision.of(dtype, full))
     return flats

@@ -127,6 +127,16 @@ def test_mixed_precision_holds_at_entry_points() -> None:
     assert sharded.head.weight.dtype == torch.float32
 
 
+def test_an_entry_point_in_full_precision_computes_in_it() -> None:
+    precision = fxshard.MixedPrecision(param=torch.bfloat16, full_precision="head")
+    plain, sharded = both(mixed_precision=precision)
+    x = batches(1)[0]
+    assert torch.equal(sharded.head(x), plain.head(x))
+    assert sharded.head(x.bfloat16()).dtype == torch.bfloat16
+    assert sharded.layers[1](x).dtype == torch.bfloat16
+    assert sharded(x).dtype == torch.bfloat16
+
+
 def test_wrong_entry_points_are_refused_before_anything_is_sharded() -> None:
     model = Encoder()
     with pytest.raises(ValueError, match=re.escape("no method and no submodule 'encod'") + ".*Did you mean 'encode'"):

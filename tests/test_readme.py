@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fxshard import Options
+from fxshard import MixedPrecision, Options
 from fxshard.ir import ops
 from fxshard.options import COMPUTE
 
@@ -51,9 +51,10 @@ def test_the_options_are_those_of_the_code():
     fields = [f.name for f in dataclasses.fields(Options)]
     assert list(rows) == fields
     shown = {name: repr(getattr(default, name)) for name in fields}
-    shown["mixed_precision"] = "MixedPrecision()"  # whose fields are all None
+    shown["mixed_precision"] = "MixedPrecision()"
     assert rows == shown
-    assert all(value is None for value in dataclasses.astuple(default.mixed_precision))
+    precision = {f.name: repr(getattr(default.mixed_precision, f.name)) for f in dataclasses.fields(MixedPrecision)}
+    assert precision == {name.strip("`"): value.strip("`") for name, value, _ in table("field")}
     assert COMPUTE == ("eager",), "the README says that there is nothing else"
 
 

@@ -37,12 +37,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CAPTURE_FAILURES",
     "NEEDS_VALUES",
+    "BatchNorm",
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -137,12 +138,11 @@ def _options(settings: Settings) -> dict[str, Any]:
         if not dot:
             options[name] = _object(value) if isinstance(value, str) else value
         elif whole == "mixed_precision":
-            found = getattr(torch, str(value).removeprefix("torch."), value)
-            precision[part] = found if isinstance(found, torch.dtype) else value
+            precision[part] = _object(value) if part == "full_precision" and isinstance(value, str) else _dtype(value)
         else:
-            raise UsageError(f"{text!r}: {whole!r} has no parts; only mixed_precision has (param, reduce, buffers)")
+            raise UsageError(f"{text!r}: {whole!r} has no parts; only mixed_precision has")
     if precision:
-        allowed = ("param", "reduce", "buffers")
+        allowed = [f.name for f in dataclasses.fields(fxshard.MixedPrecision)]
         if unknown := [part for part in precision if part not in allowed]:
             raise UsageError(f"mixed_precision has no {unknown[0]!r}: allowed are {', '.join(allowed)}")
         options["mixed_precision"] = fxshard.MixedPrecision(**precision)
@@ -151,6 +151,12 @@ def _options(settings: Settings) -> dict[str, Any]:
             raise UsageError("passes are given by --set passes=... or by --pass, not by both")
         options["passes"] = _placed([fxshard.passes.parse(text) for text in settings.passes])
     return options
+
+
+def _dtype(value: Any) -> Any:
+    """`bfloat16` and `torch.bfloat16` are the dtype; anything else is itself."""
+    found = getattr(torch, str(value).removeprefix("torch."), value)
+    return found if isinstance(found, torch.dtype) else value
 
 
 def _object(word: str) -> Any:

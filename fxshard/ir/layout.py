@@ -86,7 +86,8 @@ class FlatParameter:
         dtype, requires_grad = parameters[0].dtype, parameters[0].requires_grad
         assert all(p.dtype == dtype for p in parameters)
         param_dtype, reduce_dtype = param_dtype or dtype, reduce_dtype or dtype
-        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        promotes = dtype.is_floating_point and dtype.itemsize > 1  # fp8 does not
+        wide = torch.promote_types(dtype, torch.float32) if promotes else dtype
         alignment = max(1, *(ALIGNMENT_BYTES // d.itemsize for d in (dtype, param_dtype, reduce_dtype)))
         offsets, end = [], 0
         for p in parameters:

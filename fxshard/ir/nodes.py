@@ -73,12 +73,16 @@ def identifier(text: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in text)
 
 
+_CASTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "precision.py")
+"""Traced with the user's code, and none of it."""
+
+
 def user_line(node: fx.Node) -> str:
     """`model.py:41` of the user's code that made the node, or ''."""
     if (line := node.meta.get("line")) is not None:
         return line
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
-    frames = [frame for frame in frames if frame[0][0] != "<"]  # code made at run time has no file
+    frames = [f for f in frames if f[0][0] != "<" and f[0] != _CASTS]  # code made at run time has no file
     found = [frame for frame in frames if "/torch/" not in frame[0]] or frames
     return f"{os.path.basename(found[-1][0])}:{found[-1][1]}" if found else ""
 

@@ -91,10 +91,13 @@ def test_levels(shown):
 def test_options_are_those_of_compile(shown):
     expected = traced(
         models.chain(), torch.zeros(4, 8), rate_limit=1, units=["blocks.*"], keep_root_resident=False,
-        mixed_precision=fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32),
+        mixed_precision=fxshard.MixedPrecision(
+            param=torch.bfloat16, reduce=torch.float32, cast_forward_inputs=False, full_precision="head"
+        ),
     )  # fmt: skip
     sets = ["rate_limit=1", "units=['blocks.*']", "keep_root_resident=False"]
     sets += ["mixed_precision.param=bfloat16", "mixed_precision.reduce=torch.float32"]
+    sets += ["mixed_precision.cast_forward_inputs=False", "mixed_precision.full_precision=head"]
     words = [word for text in sets for word in ("--set", text)]
     assert shown(f"{HERE}:chain", "--F", "2", *words) == f"{expected.text()}\n"
 
