@@ -249,6 +249,86 @@ def accumulation_in_fp32_of_bf16_compute(system: System) -> bool:
     return gradient is not None and gradient.item() == 257.0
 
 
+# -- mixed precision
+
+
+def in_bf16(system: System, model: Any, *full_precision: type[nn.Module]) -> Any:
+    """Sharded, every Linear a unit: bf16 parameters, gradients reduced in fp32, modules of these classes in fp32."""
+    if system.name == "fxshard":
+        precision = fxshard.MixedPrecision(torch.bfloat16, torch.float32, full_precision=full_precision)
+        return fxshard.compile(model, units=[nn.Linear], mixed_precision=precision)
+    if system.name == "FSDP2":
+        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        wide = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, *full_precision)):
+                fully_shard(module, mp_policy=wide if isinstance(module, full_precision) else low)
+        return fully_shard(model, mp_policy=low)
+    if system.name == "FSDP1":
+        from torch.distributed.fsdp import MixedPrecision
+
+        more: dict[str, Any] = {"_module_classes_to_ignore": list(full_precision)} if full_precision else {}
+        policy = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True, **more)
+        wrap = ModuleWrapPolicy({nn.Linear})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=wrap, mixed_precision=policy, use_orig_params=True, device_id=CPU
+        )
+    raise NotImplementedError("DDP has no dtype to gather parameters in")
+
+
+class Normed(nn.Module):
+    """A norm between two Linears. By hand, with `wide`, it casts what goes into the norm and what comes out."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(14)
+        self.a, self.norm, self.b = nn.Linear(5, 7), norm(7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, wide: bool = False) -> Tensor:
+        h = self.a(x)
+        return self.b(self.norm(h.float()).bfloat16() if wide else self.norm(h))
+
+
+class Widens(nn.Module):
+    """It makes fp32 between its Linears. By hand, with `wide`, it casts that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(15)
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, wide: bool = False) -> Tensor:
+        h = self.a(x).float() + torch.linspace(0, 1, 7)
+        return self.b(h.bfloat16() if wide else h)
+
+
+def as_by_hand_in_bf16(system: System, model: Any, plain: Any) -> bool:
+    """Whether gradients are those of Linears converted to bf16 and casts by hand, averaged in fp32."""
+    model(batch(0)).float().square().mean().backward()
+    W = dist.get_world_size()
+    for rank in range(W):
+        low = copy.deepcopy(plain)
+        low.a.bfloat16(), low.b.bfloat16()
+        low(batch(0, rank).bfloat16(), wide=True).float().square().mean().backward()
+        for p, q in zip(plain.parameters(), low.parameters()):
+            p.grad = q.grad.float() / W + (0.0 if p.grad is None else p.grad)
+    return same(system, model, plain)
+
+
+def norms_in_fp32_beside_bf16(system: System) -> bool:
+    model = in_bf16(system, Normed(nn.LayerNorm), nn.LayerNorm)
+    return as_by_hand_in_bf16(system, model, Normed(nn.LayerNorm))
+
+
+def batch_norm_with_fp32_statistics_under_bf16(system: System) -> bool:
+    """It is not named."""
+    return as_by_hand_in_bf16(system, in_bf16(system, Normed(nn.BatchNorm1d)), Normed(nn.BatchNorm1d))
+
+
+def fp32_made_between_units_is_cast(system: System) -> bool:
+    return as_by_hand_in_bf16(system, in_bf16(system, Widens()), Widens())
+
+
 # -- clipping and scaling
 
 
@@ -474,6 +554,9 @@ FEATURES: dict[str, Callable[[System], bool]] = {
         zero_grad_drops_what_was_kept,
         a_step_with_unreduced_gradients_is_refused,
         accumulation_in_fp32_of_bf16_compute,
+        norms_in_fp32_beside_bf16,
+        batch_norm_with_fp32_statistics_under_bf16,
+        fp32_made_between_units_is_cast,
         torchs_clip_grad_norm_of_order_2,
         torchs_clip_grad_norm_of_infinite_order,
         an_infinity_on_one_rank_skips_the_step_on_all,
