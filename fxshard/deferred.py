@@ -65,9 +65,11 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
     with the same seed, on the device it was made for; the generators end where the eager constructor leaves them. Takes the
     time of its random operators and, for a moment, the memory of the largest of them. Raises TypeError unless a module is made.
     """
-    with _Recorder(), warnings.catch_warnings():
+    recorder = _Recorder()
+    with recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # `copy.deepcopy` does
         model = constructor(*args, **kwargs)
+    recorder.scratch.clear()
     if not isinstance(model, nn.Module):
         raise TypeError(f"deferred_init: {constructor!r} returned {type(model).__name__}, not an nn.Module")
     return model
@@ -189,6 +191,9 @@ class _Recorder(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.computing = False
         """Whether it is working out what an operator makes, by way of other operators."""
+        self.scratch: dict[torch.device, Tensor] = {}
+        """Memory (bytes,) that random operators write to, one for all: small allocations in between, and freed large ones are
+        cut up and never fit again."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
         return self  # tensors copied refer to it
@@ -226,7 +231,7 @@ class _Recorder(FakeTensorMode):
         if made or written:
             operation = _Operation(
                 func, pytree.tree_map(_referred, args), pytree.tree_map(_referred, kwargs), results, made,
-                _draw(func, args, kwargs, next(r.record.device for r in results if r is not None)),
+                self._draw(func, args, kwargs, next(r.record.device for r in results if r is not None)),
             )  # fmt: skip
             for record in {*made, *(r for r in map(_record, written) if r is not None)}:
                 record.writes.append(operation)
@@ -241,6 +246,31 @@ class _Recorder(FakeTensorMode):
             record.writes.append(operation)
         return out
 
+    def _draw(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    ) -> tuple[torch.Generator, Tensor] | None:
+        """Run a random operator for what it does to its generator; returns that and its state before. None for any other."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        generator = kwargs.get("generator") or default_generator(device)
+        state = generator.get_state()
+        real = list(pytree.tree_map(_evaluated, args[1:]))
+        if args:
+            overwrites = _name(func) in _OVERWRITES
+            real.insert(0, self._scratch(args[0], device) if overwrites else pytree.tree_map(_evaluated, args[0]))
+        func(*real, **pytree.tree_map(_evaluated, kwargs))
+        return generator, state
+
+    def _scratch(self, target: Tensor, device: torch.device) -> Tensor:
+        numel = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride())) if target.numel() else 0
+        memory = self.scratch.get(device)
+        if memory is None or memory.numel() < numel * target.dtype.itemsize:
+            self.scratch.pop(device, None)
+            memory = torch.empty(numel * target.dtype.itemsize, dtype=torch.uint8, device=device)
+            self.scratch[device] = memory
+        usable = memory[: memory.numel() // target.dtype.itemsize * target.dtype.itemsize]
+        return usable.view(target.dtype).as_strided(target.size(), target.stride())
+
 
 def _adopt(result: Any, made: set[_Record]) -> _Ref | None:
     if not isinstance(result, Tensor):
@@ -251,27 +281,6 @@ def _adopt(result: Any, made: set[_Record]) -> _Ref | None:
         record = storage.__dict__["_fxshard_record"] = _Record(storage.nbytes(), result.device)
         made.add(record)
     return _Ref.to(result, record)
-
-
-def _draw(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[torch.Generator, Tensor] | None:
-    """Run a random operator for what it does to its generator; returns that and its state before. None for any other."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    generator = kwargs.get("generator") or default_generator(device)
-    state = generator.get_state()
-    real = list(pytree.tree_map(_evaluated, args[1:]))
-    if args:
-        target = args[0]
-        scratch = _name(func) in _OVERWRITES
-        real.insert(0, _scratch(target, device) if scratch else pytree.tree_map(_evaluated, target))
-    func(*real, **pytree.tree_map(_evaluated, kwargs))
-    return generator, state
-
-
-def _scratch(target: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(target.size(), target.stride(), dtype=target.dtype, device=device)
 
 
 def _evaluated(x: Any) -> Any:
