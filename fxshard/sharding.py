@@ -188,10 +188,14 @@ class _Sources:
                 if buffer is not None and self._replayed(buffer):
                     self.saved.append((module._buffers, name, buffer))
                     if buffer not in made:
-                        real = deferred.replay(buffer) if self.here else torch.empty_like(buffer, device=self.device)
+                        real = deferred.replay(buffer) if self.here else self._empty_like(buffer)
                         made[buffer] = real.to(self.device)
                     module._buffers[name] = made[buffer]
             self._make(module)
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
+        # `torch.empty_like` of a tensor without memory may be another one.
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def _make(self, module: nn.Module) -> None:
         if module in self.seen:
@@ -206,7 +210,7 @@ class _Sources:
         for table, name, tensor in places:
             self.saved.append((table, name, tensor))
             if tensor not in self.real:
-                real = torch.empty_like(tensor, device=self.device)
+                real = self._empty_like(tensor)
                 self.real[tensor] = nn.Parameter(real, tensor.requires_grad) if table is module._parameters else real
             table[name] = self.real[tensor]  # type: ignore[assignment]
         if places:

@@ -147,6 +147,52 @@ def test_a_recorded_constructor_is_replayed_unit_by_unit_on_one_rank(ranks: Rank
         assert all(torch.equal(result["whole"][n], p) for n, p in expected.items())
 
 
+class Buffered(nn.Module):
+    """Buffers drawn, shared and not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(2)))
+        self.norm, self.other = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+        self.other.running_mean = self.norm.running_mean
+        self.register_buffer("table", torch.randn(3, 5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.norm(self.layers(x))) + self.table.sum(0)
+
+
+def buffers_of(init: Any, own_values: bool) -> tuple[dict[str, torch.Tensor], bool, bool]:
+    torch.manual_seed(dist.get_rank() if own_values else 0)
+    model = fxshard.deferred_init(Buffered)
+    fxshard.compile(model, init=init, sync_parameters=not own_values)
+    model(torch.ones(2, 5)).sum().backward()
+    shared = model.norm.running_mean is model.other.running_mean
+    return (
+        {n: b.clone() for n, b in model.named_buffers()},
+        shared,
+        all(type(b) is torch.Tensor for b in model.buffers()),
+    )
+
+
+def fill(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.constant_(tensor, 0.5) if tensor.is_floating_point() else tensor.zero_()
+
+
+@pytest.mark.parametrize(("init", "own_values"), [(None, False), (None, True), (fill, False)])
+def test_buffers_of_a_recorded_model_are_real_on_every_rank(ranks: Ranks, init: Any, own_values: bool) -> None:
+    for rank, (buffers, shared, real) in enumerate(ranks.run(3, buffers_of, init, own_values)):
+        torch.manual_seed(rank if own_values else 0)
+        plain = Buffered()
+        if init is not None:
+            plain.apply(fill)
+        if not own_values:
+            plain(torch.ones(2, 5))
+            assert all(torch.equal(buffers[n], b) for n, b in plain.named_buffers())
+        assert torch.equal(buffers["table"], plain.table)
+        assert shared and real
+
+
 def fails_half_way() -> dict[str, Any]:
     with torch.device("meta"):
         model = GPT(CONFIG)
