@@ -27,7 +27,7 @@ def main() -> None:
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(fxshard.deferred_init(task.build))
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
     loader = task.loader(arguments, fabric.global_rank, fabric.world_size)
     for number, batch in enumerate(fabric.setup_dataloaders(loader, use_distributed_sampler=False)):
         loss = model(**batch).loss
@@ -35,7 +35,7 @@ def main() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = fabric.all_reduce(loss.detach())
+        mean: Any = fabric.all_reduce(loss.detach())
         fabric.print(f"step {number} loss {float(mean):.6f}", flush=True)
     if arguments.save:
         fxshard.checkpoint.save_safetensors(model.module, arguments.save)

@@ -10,7 +10,8 @@ what `no_sync` keeps is added where fxshard adds it. Only the clip norm, a sum o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -204,17 +205,35 @@ def one_batch(case: Case, model: nn.Module, number: int, rank: int) -> tuple[Ten
     subject = SUBJECTS[case.subject]
     computed: dict[str, Any] = dict(model.named_parameters())
     if case.mixed:
+        norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
         computed = {
-            n: (p.detach().to(case.mixed) if p.is_floating_point() else p.detach()).requires_grad_(p.requires_grad)
+            n: p.detach()
+            .to(case.mixed if p.is_floating_point() and n.rpartition(".")[0] not in norms else p.dtype)
+            .requires_grad_(p.requires_grad)
             for n, p in computed.items()
         }
     for p in computed.values():
         p.grad = None
     inputs = subject.batch(number, rank, case.mixed or case.dtype, case.ragged)
-    output = torch.func.functional_call(model, computed, (), inputs) if case.mixed else model(**inputs)
+    with in_own_dtype(norms.values() if case.mixed else ()):
+        output = torch.func.functional_call(model, computed, (), inputs) if case.mixed else model(**inputs)
     loss = subject.loss(output, number, rank)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in computed.items()}
+
+
+@contextlib.contextmanager
+def in_own_dtype(norms: Iterable[nn.Module]) -> Iterator[None]:
+    """BatchNorms compute in the dtype of their statistics, and their outputs are again of their inputs' dtype."""
+    norms = list(norms)
+    for norm in norms:
+        forward = norm.forward
+        norm.forward = lambda x, forward=forward, norm=norm: forward(x.to(norm.running_mean.dtype)).to(x.dtype)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del norm.forward
 
 
 def combined(case: Case, step: int, gradients: list[list[Tensor | None]]) -> Tensor | None:
