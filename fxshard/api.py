@@ -645,7 +645,11 @@ def _sharded_class(original: type) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _state(self).run(*args, **kwargs)
 
-    names = {"__module__": original.__module__, "forward": forward}
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # A slice of a Sequential is made by calling its class: a plain one. Copies are made without arguments.
+        return original(*args, **kwargs) if args or kwargs else original.__new__(cls)  # type: ignore[call-overload]
+
+    names = {"__module__": original.__module__, "forward": forward, "__new__": new}
     _CLASSES[original] = type(original.__name__, (ShardedModule, original), names)
     return _CLASSES[original]
 
