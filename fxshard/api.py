@@ -118,6 +118,13 @@ class ShardedModule:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, True if foreach is None else foreach)
         return total
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"this {type(self).__name__} is sharded: it can neither be copied nor pickled. "
+            "Copy the model before fxshard.compile; save its `state_dict()`; keep averages of weights by element-wise "
+            "operators on `parameters()`"
+        )
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
@@ -179,6 +186,8 @@ class _State:
         self.full_precision = full_precision_modules(module, options.mixed_precision)
         self.entrances = entrances(module, options.units, options.mixed_precision, self.full_precision)
         self.plain = False
+        self.in_call = False
+        """Whether a call is under way, from which eager code may enter another."""
 
     @property
     def module(self) -> nn.Module:
@@ -646,8 +655,7 @@ def _sharded_class(original: type) -> type:
         return _state(self).run(*args, **kwargs)
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # A slice of a Sequential is made by calling its class: a plain one. Copies are made without arguments.
-        return original(*args, **kwargs) if args or kwargs else original.__new__(cls)  # type: ignore[call-overload]
+        return original(*args, **kwargs)  # a slice of a Sequential is made by calling its class: it is a plain one
 
     names = {"__module__": original.__module__, "forward": forward, "__new__": new}
     _CLASSES[original] = type(original.__name__, (ShardedModule, original), names)
@@ -715,12 +723,14 @@ def _runner(
             return plainly()(*args, **kwargs)
         if cast_to is not None:
             args, kwargs = cast((args, kwargs), cast_to)
-        for table, name, master, handle in handles:
-            if handle.requires_grad != master.requires_grad:
-                handle.requires_grad_(master.requires_grad)
-            table[name] = handle
-        for entrance in state.entrances:
-            entrance.open()
+        outermost, state.in_call = not state.in_call, True
+        if outermost:
+            for table, name, master, handle in handles:
+                if handle.requires_grad != master.requires_grad:
+                    handle.requires_grad_(master.requires_grad)
+                table[name] = handle
+            for entrance in state.entrances:
+                entrance.open()
         failure: Exception | None = None
         outputs = None
         try:
@@ -730,10 +740,12 @@ def _runner(
             failure = _wrong_call(plainly(), args, kwargs) or capture_error(error, reference(), sharded=True)
             failure.__cause__ = error
         finally:
-            for entrance in state.entrances:
-                entrance.close()
-            for table, name, master, _ in handles:
-                table[name] = master
+            if outermost:
+                state.in_call = False
+                for entrance in state.entrances:
+                    entrance.close()
+                for table, name, master, _ in handles:
+                    table[name] = master
         if failure is not None:
             state.tell(failure)
             raise failure

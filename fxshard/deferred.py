@@ -14,9 +14,12 @@ so what is done to the model after `deferred_init` is recorded as well. They are
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -30,6 +33,7 @@ from fxshard.capture.torch_private import (
     FakeTensorMode,
     default_generator,
     forget_fakes,
+    negative_view,
     pytree,
     written_arguments,
 )
@@ -76,8 +80,8 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Whether it has no memory and can be replayed."""
-    return _record(tensor) is not None
+    """Whether it has no memory and can be replayed. What was asked for on the meta device cannot."""
+    return _record(tensor) is not None and tensor.device.type != "meta"
 
 
 def replay(tensor: Tensor, place: Tensor | None = None) -> Tensor:
@@ -88,15 +92,20 @@ def replay(tensor: Tensor, place: Tensor | None = None) -> Tensor:
     """
     record = _record(tensor)
     assert record is not None, "not recorded"
-    ref = _Ref.to(tensor, record)
     if place is None:
-        return _run([ref], {})[0]
+        return replay_together([tensor])[0]
+    ref = _Ref.to(tensor, record)
     fits = place.nbytes == record.num_bytes and place.stride() == tensor.stride() and place.device == record.device
     memory = {record: _bytes_of(place)} if fits else {}
     made = _run([ref], memory)[0]
     if made.data_ptr() != place.data_ptr():
         place.copy_(made)
     return place
+
+
+def replay_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The real values of recorded tensors; what shared memory shares it again."""
+    return _run([_Ref.to(t, record) for t in tensors if (record := _record(t)) is not None], {})
 
 
 class _Record:
@@ -125,10 +134,14 @@ class _Ref:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool = False
+    negative: bool = False
+    """Views that conjugate or negate when they are read."""
 
     @staticmethod
     def to(tensor: Tensor, record: _Record) -> _Ref:
-        return _Ref(record, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
+        place = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+        return _Ref(record, tensor.dtype, *place, tensor.is_conj(), tensor.is_neg())
 
     def covers(self) -> bool:
         """Whether it is all of its storage."""
@@ -138,18 +151,28 @@ class _Ref:
     def within(self, memory: Tensor) -> Tensor:
         """The same tensor in real memory (bytes,)."""
         typed = memory.view(self.dtype)
-        return typed.as_strided(self.size, self.stride, typed.storage_offset() + self.offset)
+        view = typed.as_strided(self.size, self.stride, typed.storage_offset() + self.offset)
+        view = view.conj() if self.conjugate else view
+        return negative_view(view) if self.negative else view
 
 
 @dataclass(frozen=True)
 class _Real:
-    """A real tensor that an operation reads. It is not copied, and must not have changed when it is read again."""
+    """A real tensor that an operation reads. It is not copied, and must not have changed when it is read again; of memory that
+    torch does not own (numpy's) nobody would know."""
 
-    tensor: Tensor
+    given: Tensor
     version: int
+    tensor: Tensor
+    """Of the same memory; `given.data = other` leaves it what it was."""
+
+    @staticmethod
+    def of(given: Tensor) -> _Real:
+        kept = given.detach() if given.untyped_storage().resizable() else given.detach().clone()
+        return _Real(given, given._version, kept)
 
     def checked(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if self.given._version != self.version:
             raise RuntimeError(
                 f"deferred_init: a real tensor of shape {tuple(self.tensor.shape)} that the constructor read was changed in "
                 "place afterwards; give the constructor a clone"
@@ -170,8 +193,9 @@ class _Operation:
     random: tuple[torch.Generator, Tensor] | None
     """The generator it draws from and that one's state before."""
     number: int = field(default_factory=lambda: next(_NUMBERS))
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
-    @property
+    @functools.cached_property
     def reads(self) -> list[_Record]:
         refs = [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, _Ref)]
         return [r.record for r in (refs[1:] if _name(self.func) in _OVERWRITES else refs)]
@@ -211,29 +235,36 @@ class _Recorder(FakeTensorMode):
             return self._copy_of(given[0])
         if not fakes and (given or not makes_tensors):
             return func(*args, **kwargs)
-        if _name(func) == "resize_":
-            raise RuntimeError("deferred_init: the constructor resizes a tensor in place, which cannot be replayed")
         written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, Tensor)]
-        if not makes_tensors or not all(map(is_deferred, written)):
+        if any(_record(x) is None for x in written):
+            if any(_record(x) is not None for x in written):
+                raise RuntimeError(f"deferred_init: {func} writes to real tensors and to what the constructor made")
             return func(*pytree.tree_map(_evaluated, args), **pytree.tree_map(_evaluated, kwargs))
+        then_args, then_kwargs = pytree.tree_map(_referred, (tuple(args), kwargs))  # before it changes its arguments
+        sizes = [x.untyped_storage().nbytes() for x in written]
         self.computing = True
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-        except NEEDS_VALUES:  # how large the result is, for one
+        except NEEDS_VALUES as error:  # how large the result is, for one
+            if written:
+                raise RuntimeError(
+                    f"deferred_init: {func}, which writes in place, cannot be recorded: {error}"
+                ) from error
             return func(*pytree.tree_map(_evaluated, args), **pytree.tree_map(_evaluated, kwargs))
         finally:
             self.computing = False
             forget_fakes(self)
         if _name(func) in _REBINDS:
             return out
+        if sizes != [x.untyped_storage().nbytes() for x in written]:
+            raise RuntimeError(f"deferred_init: {func} resizes a tensor in place, which cannot be replayed")
         made: set[_Record] = set()
         results = [_adopt(x, made) for x in pytree.tree_leaves(out)]
-        if made or written:
-            operation = _Operation(
-                func, pytree.tree_map(_referred, args), pytree.tree_map(_referred, kwargs), results, made,
-                self._draw(func, args, kwargs, next(r.record.device for r in results if r is not None)),
-            )  # fmt: skip
-            for record in {*made, *(r for r in map(_record, written) if r is not None)}:
+        touched = [*made, *(record for record in map(_record, written) if record is not None)]
+        if touched:
+            random = self._draw(func, args, kwargs, touched[0].device)
+            operation = _Operation(func, then_args, then_kwargs, results, made, random)
+            for record in dict.fromkeys(touched):
                 record.writes.append(operation)
         return out
 
@@ -250,7 +281,7 @@ class _Recorder(FakeTensorMode):
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> tuple[torch.Generator, Tensor] | None:
         """Run a random operator for what it does to its generator; returns that and its state before. None for any other."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or device.type == "meta":
             return None
         generator = kwargs.get("generator") or default_generator(device)
         state = generator.get_state()
@@ -291,7 +322,7 @@ def _referred(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     record = _record(x)
-    return _Real(x, x._version) if record is None else _Ref.to(x, record)
+    return _Real.of(x) if record is None else _Ref.to(x, record)
 
 
 def _needed(records: Iterable[_Record]) -> list[_Operation]:
@@ -301,12 +332,11 @@ def _needed(records: Iterable[_Record]) -> list[_Operation]:
     seen = set(todo)
     while todo:
         record, before = todo.pop()
-        for operation in reversed(record.writes):
-            if operation.number >= before:
-                continue
+        end = bisect.bisect_left(record.writes, before, key=lambda operation: operation.number)
+        for operation in reversed(record.writes[:end]):
             found[operation.number] = operation
             for read in operation.reads:
-                if (read, operation.number) not in seen:
+                if read is not record and (read, operation.number) not in seen:
                     seen.add((read, operation.number))
                     todo.append((read, operation.number))
             if operation.replaces(record):
@@ -334,9 +364,7 @@ def _run(wanted: Sequence[_Ref], places: Mapping[_Record, Tensor]) -> list[Tenso
     kept = {ref.record for ref in wanted}
     for operation in operations:
         if _name(operation.func) not in _EMPTY:
-            if operation.random is not None:
-                out = _from_state(operation, real)
-            else:
+            with _as_then(operation):
                 out = operation.func(*pytree.tree_map(real, operation.args), **pytree.tree_map(real, operation.kwargs))
             for ref, result in zip(operation.results, pytree.tree_leaves(out)):
                 if ref is not None and ref.record in operation.made:
@@ -346,15 +374,21 @@ def _run(wanted: Sequence[_Ref], places: Mapping[_Record, Tensor]) -> list[Tenso
     return [ref.within(of(ref.record)) for ref in wanted]
 
 
-def _from_state(operation: _Operation, real: Callable[[Any], Any]) -> Any:
-    assert operation.random is not None
-    generator, state = operation.random
-    now = generator.get_state()
-    generator.set_state(state)
+@contextlib.contextmanager
+def _as_then(operation: _Operation) -> Iterator[None]:
+    """The generator's state, the default dtype and no autocast, as when the operation was recorded (below autocast)."""
+    dtype = torch.get_default_dtype()
+    now = None if operation.random is None else operation.random[0].get_state()
     try:
-        return operation.func(*pytree.tree_map(real, operation.args), **pytree.tree_map(real, operation.kwargs))
+        torch.set_default_dtype(operation.default_dtype)
+        if operation.random is not None:
+            operation.random[0].set_state(operation.random[1])
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
     finally:
-        generator.set_state(now)
+        torch.set_default_dtype(dtype)
+        if operation.random is not None and now is not None:
+            operation.random[0].set_state(now)
 
 
 def _keep(ref: _Ref, result: Tensor, memory: dict[_Record, Tensor]) -> None:

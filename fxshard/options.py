@@ -54,7 +54,11 @@ class MixedPrecision:
                 f"MixedPrecision(cast_forward_inputs={self.cast_forward_inputs!r}): True or False was expected"
             )
         wanted = self.full_precision
-        several = tuple(wanted) if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,)
+        several = (
+            tuple(sorted(wanted, key=str) if isinstance(wanted, (set, frozenset)) else wanted)
+            if (isinstance(wanted, (list, tuple, set, frozenset)))
+            else (wanted,)
+        )
         if not all(isinstance(item, (str, type)) for item in several):
             raise TypeError(
                 f"MixedPrecision(full_precision={wanted!r}): a module class, a pattern of module names ('*.norm'), or several "

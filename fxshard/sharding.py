@@ -15,6 +15,7 @@ from fxshard.ir import FlatParameter
 from fxshard.options import FLOATS, InitFunction, Options
 from fxshard.parameter import Generation
 from fxshard.runtime import FlatStorage, World
+from fxshard.runtime.world import together
 
 
 def shard(
@@ -39,7 +40,8 @@ def shard(
     here = world.is_first or not options.sync_parameters
     with _Sources(model, world.device, init, here) as sources:
         for flat in flats.values():
-            full = sources.whole(flat, owners)
+            with together(world, "initialising the model"):
+                full = sources.whole(flat, owners)
             if options.sync_parameters:
                 part = world.scatter_from_first(flat, full)
             else:
@@ -48,7 +50,9 @@ def shard(
             own = part.clone() if part.untyped_storage().nbytes() > part.numel() * part.element_size() else part
             storages[flat.name] = FlatStorage(flat, world, own, generation)
             del full
-        sources.buffers()
+        with together(world, "initialising the model"):
+            sources.buffers()
+            sources.attributes()
     replaced = []
     for storage in storages.values():
         for spec in storage.flat.parameters:
@@ -165,8 +169,9 @@ class _Sources:
             if self.here:
                 deferred.replay(tensor.detach(), place)
             return
-        empty = self._is_empty(tensor)
-        if empty:
+        if (
+            self._is_empty(tensor) and tensor not in self.real
+        ):  # it is, where another module that it is tied to was made
             self.real[tensor] = nn.Parameter(place, tensor.requires_grad)
         for module, _ in owners:
             self._make(module)
@@ -175,23 +180,42 @@ class _Sources:
         assert made is not None
         if made.data_ptr() != place.data_ptr():
             place.copy_(made.detach())
-        for table, name, original in self.saved if empty else ():
+        for table, name, original in self.saved:
             if table.get(name) is made:
                 table[name] = original
                 self.real.pop(original, None)
 
     def buffers(self) -> None:
-        """All buffers, and modules that have nothing else."""
-        made: dict[Tensor, Tensor] = {}
+        """All buffers, and modules that have nothing else. Those that shared memory share it again."""
+        places = [(m._buffers, n, b) for m in self.model.modules() for n, b in m._buffers.items() if self._replayed(b)]
+        for table, name, buffer in places:
+            self.saved.append((table, name, buffer))
+        buffers = list(dict.fromkeys(buffer for _, _, buffer in places if buffer is not None))
+        self.real |= zip(buffers, (real.to(self.device) for real in deferred.replay_together(buffers)))
+        for table, name, buffer in places:
+            table[name] = self.real[buffer]  # type: ignore[index]
         for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and self._replayed(buffer):
-                    self.saved.append((module._buffers, name, buffer))
-                    if buffer not in made:
-                        real = deferred.replay(buffer) if self.here else self._empty_like(buffer)
-                        made[buffer] = real.to(self.device)
-                    module._buffers[name] = made[buffer]
             self._make(module)
+
+    def attributes(self) -> None:
+        """What modules hold beside parameters and buffers; those are found again where they are attributes too."""
+        parameters = set(self.model.parameters())
+
+        def real(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not deferred.is_deferred(x) or x in parameters:
+                return x
+            if x not in self.real:
+                self.real[x] = deferred.replay(x)
+            return self.real[x]
+
+        for module in self.model.modules():
+            for name, value in list(vars(module).items()):
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    leaves, structure = torch_private.pytree.tree_flatten(value)
+                    made = [real(leaf) for leaf in leaves]
+                    if any(a is not b for a, b in zip(leaves, made)):
+                        self.saved.append((vars(module), name, value))
+                        vars(module)[name] = torch_private.pytree.tree_unflatten(made, structure)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
         # `torch.empty_like` of a tensor without memory may be another one.

@@ -9,8 +9,9 @@ are bound once to their buffers and then issued each step without arguments.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -149,3 +150,19 @@ class World(ABC):
     @abstractmethod
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """Rank 0's tensor to all ranks, in place."""
+
+
+@contextlib.contextmanager
+def together(world: World, what: str) -> Iterator[None]:
+    """All ranks leave the block, or all raise: those on which it went well raise RuntimeError with what others raised."""
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed:
+        raise RuntimeError(f"{what} failed on {len(failed)} of {len(told)} ranks\n" + "\n".join(failed))

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations
 
 import fxshard
 from examples.models import encoder_decoder_small, encoder_decoder_small_inputs
+from fxshard import deferred
 from tests.capture.compare import Block, differences, full, train_both
 from tests.parity.models import SUBJECTS
 
@@ -44,7 +46,9 @@ def test_ties_stay_ties():
     with torch.device("meta"):
         model = Tied()
     names = [n for n, _ in model.named_parameters()]
+    before = list(map(id, model.parameters()))
     fxshard.compile(model, F=2, init=reset)
+    assert list(map(id, model.parameters())) == before
     assert model.head.weight is model.embed.weight and isinstance(model.embed.weight, fxshard.ShardedParameter)
     assert model.first.running_mean is model.second.running_mean
     assert [n for n, _ in model.named_parameters()] == names
@@ -200,6 +204,64 @@ def test_the_bits_of_the_constructors_of_models(subject: str) -> None:
     check_same(*both(lambda: SUBJECTS[subject].build(0.1)))
 
 
+class Unusual(nn.Module):
+    """What recorders lose: operators that return nothing, views that conjugate, defaults that change, plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.rand(3, 4)) for _ in range(2))
+        with torch.no_grad():
+            torch._foreach_mul_([self.first, self.second], 0.5)
+            torch.arange(4.0, out=self.first[0])
+            self.second.unsqueeze_(0).squeeze_(0)
+        wave = torch.randn(4, dtype=torch.complex64)
+        self.register_buffer("conjugate", (wave.conj() * 2).resolve_conj())
+        self.register_buffer("negative", wave.conj().imag.clone())
+        torch.set_default_dtype(torch.float64)
+        self.wide = nn.Parameter(torch.randn(20).float())
+        self.register_buffer("third", torch.full((2,), 1 / 3))
+        torch.set_default_dtype(torch.float32)
+        self.register_buffer("all_of_it", torch.zeros(4))
+        self.register_buffer("part", self.all_of_it[:2])
+        self.scale, self.anchors = torch.arange(3.0), {"a": [torch.ones(2), self.first]}
+        self.alias = self.third
+        table = numpy.zeros(3, dtype="float32")
+        self.staged = nn.ParameterList()
+        for i in range(2):
+            table[:] = i
+            self.staged.append(nn.Parameter(torch.empty(3).copy_(torch.from_numpy(table))))
+        self.skipped = nn.utils.skip_init(nn.Linear, 3, 3)
+        nn.init.ones_(self.skipped.weight)
+        nn.init.ones_(self.skipped.bias)
+
+
+def test_what_recorders_lose():
+    eager, recorded = both(Unusual)
+    check_same(eager, recorded, units="none")
+    assert torch.equal(recorded.scale, eager.scale) and type(recorded.scale) is Tensor
+    assert recorded.anchors["a"][1] is recorded.first and torch.equal(recorded.anchors["a"][0], torch.ones(2))
+    assert recorded.alias is recorded.third
+    recorded.all_of_it.add_(1)
+    assert recorded.part.tolist() == [1, 1]
+
+
+def test_asking_for_a_device_replays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = []
+    monkeypatch.setattr(deferred, "replay", lambda tensor, place=None: replayed.append(tensor))
+
+    class Indexes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8, 8))
+            with torch.no_grad():
+                for i in range(8):
+                    self.weight[i].add_(i)
+                    assert self.weight.device.type == "cpu"
+
+    fxshard.deferred_init(Indexes)
+    assert replayed == []
+
+
 def test_what_is_done_to_a_recorded_model_is_recorded_too():
     def after(model: nn.Module) -> nn.Module:
         model.apply(lambda m: nn.init.normal_(m.weight, std=3.0) if isinstance(m, nn.Linear) else None)
@@ -259,3 +321,6 @@ def test_what_cannot_be_recorded_is_refused():
         fxshard.deferred_init(lambda: 3)
     with pytest.raises(RuntimeError, match="resizes a tensor in place"):
         fxshard.deferred_init(lambda: nn.ParameterList([torch.empty(0).resize_(3)]))
+    outside = torch.ones(2)
+    with pytest.raises(RuntimeError, match="writes to real tensors and to what the constructor made"):
+        fxshard.deferred_init(lambda: torch._foreach_mul_([torch.ones(2), outside], 2))

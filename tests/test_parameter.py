@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import fxshard
 from fxshard.parameter import Binding, Generation
@@ -372,8 +373,22 @@ def test_pickle_and_deepcopy_say_what_to_do():
     ):
         with pytest.raises(TypeError, match=r"'odd' is sharded.*full_tensor"):
             attempt()
-    with pytest.raises(TypeError, match=r"'gain' is sharded"):
-        copy.deepcopy(sharded)
+    for attempt in (lambda: pickle.dumps(sharded), lambda: copy.copy(sharded), lambda: AveragedModel(sharded)):
+        with pytest.raises(TypeError, match=r"is sharded: it can neither be copied nor pickled.*state_dict"):
+            attempt()
+
+
+def test_an_average_of_the_weights_is_kept_over_the_parameters():
+    plain, sharded = sharded_ragged()
+    averages = []
+    for model in (plain, sharded):
+        average = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+        torch._foreach_lerp_(average, list(model.parameters()), 0.25)
+        averages.append(average)
+    assert all(torch.equal(a, full(b)) for a, b in zip(*averages))
 
 
 def test_a_gradient_can_be_copied():

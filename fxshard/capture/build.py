@@ -234,7 +234,7 @@ def build_phases(
     backward = Phase("backward", backward_graph, flats)
     gradients = {}
     results = backward.results
-    order = [n for n in forward_graph.find_nodes(op="placeholder") if index_of[n] is not None]
+    order = [n for n in forward_graph.find_nodes(op="placeholder") if torch_private.may_get_gradient(n)]
     positions = set()
     for position, (placeholder, gradient) in enumerate(zip(order, results)):
         if info(placeholder).kind == "parameter":

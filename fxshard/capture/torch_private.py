@@ -63,6 +63,8 @@ __all__ = [
     "is_tangent",
     "keep_saved_tensors",
     "leaf_name",
+    "may_get_gradient",
+    "negative_view",
     "own_code",
     "plain_fake",
     "pytree",
@@ -170,6 +172,13 @@ def argument_index(placeholder: fx.Node) -> int | None:
     """Which argument of the captured function an AOT forward placeholder is, or None (random state, tokens)."""
     descriptor = placeholder.meta.get("desc")
     return getattr(descriptor, "idx", None)
+
+
+def may_get_gradient(placeholder: fx.Node) -> bool:
+    """Whether backward has a result for an AOT forward placeholder: for arguments, and for the common base that stands for
+    several that share memory and are written to; not for random states and tokens."""
+    descriptor = placeholder.meta.get("desc")
+    return argument_index(placeholder) is not None or hasattr(descriptor, "base_of")
 
 
 def is_tangent(placeholder: fx.Node) -> bool:
@@ -373,3 +382,8 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written += value if isinstance(value, (list, tuple)) else (value,)
     return written
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, negated when it is read."""
+    return torch._neg_view(tensor)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,19 +94,3 @@ def _listed(names: Iterable[str], most: int = 4) -> str:
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"'{name}'" for name in names[:most]) + more
-
-
-@contextlib.contextmanager
-def together(world: World, what: str) -> Iterator[None]:
-    """All ranks leave the block, or all raise: those on which it went well raise RuntimeError with what others raised."""
-    failure = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if failed:
-        raise RuntimeError(f"{what} failed on {len(failed)} of {len(told)} ranks\n" + "\n".join(failed))

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fxshard.checkpoint.contents import Contents, Incompatible, together
+from fxshard.checkpoint.contents import Contents, Incompatible
 from fxshard.checkpoint.whole import stream_state_dict
+from fxshard.runtime.world import together
 
 if TYPE_CHECKING:
     from fxshard.ir.layout import ParameterSpec, Piece

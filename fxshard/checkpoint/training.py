@@ -27,7 +27,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fxshard.checkpoint import optimizer as checkpoint_optimizer
-from fxshard.checkpoint.contents import Contents, together
+from fxshard.checkpoint.contents import Contents
+from fxshard.runtime.world import together
 
 PLAIN = "plain.pt"
 _FINISHED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")

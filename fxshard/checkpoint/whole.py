@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fxshard.checkpoint.contents import Contents, Incompatible, together
+from fxshard.checkpoint.contents import Contents, Incompatible
+from fxshard.runtime.world import together
 
 if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage

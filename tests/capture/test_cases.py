@@ -255,6 +255,29 @@ def test_ordinary_layers_keep_no_weight():
 # -- buffers
 
 
+class SharedBuffers(nn.Module):
+    """Two buffers of one memory, one of them written to: AOTAutograd puts their base in place of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.register_buffer("whole", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.whole.add_(1)
+        for layer in self.layers:
+            x = torch.relu(layer(x)) * self.part.sum()
+        return x
+
+
+def test_buffers_that_share_memory_and_are_written_to():
+    plain, sharded = pair(SharedBuffers, units="none")
+    for model in (plain, sharded):
+        model.register_buffer("part", model.whole[:2])
+    train_both(plain, sharded, batches(3))
+    assert sharded.part.tolist() == [3, 3]
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

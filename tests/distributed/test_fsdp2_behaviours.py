@@ -408,7 +408,8 @@ def near(a: Any, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("W", "F"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("W", "F"), [(2, 2), (4, 2)])
 def test_one_loss_of_two_forwards_with_recomputed_blocks_and_a_tie(ranks: Ranks, W: int, F: int) -> None:
     assert ranks.run(W, apart, two_calls, F, True) == [[]] * W
 

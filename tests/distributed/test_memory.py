@@ -45,7 +45,7 @@ def held(F: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("F", [1, 2, 4])
+@pytest.mark.parametrize("F", [2, *(pytest.param(F, marks=pytest.mark.full) for F in (1, 4))])
 def test_bytes_fall_as_one_over_f(ranks: Ranks, F: int) -> None:
     results = ranks.run(4, held, F)
     for result in results:
@@ -191,6 +191,29 @@ def test_buffers_of_a_recorded_model_are_real_on_every_rank(ranks: Ranks, init: 
             assert all(torch.equal(buffers[n], b) for n, b in plain.named_buffers())
         assert torch.equal(buffers["table"], plain.table)
         assert shared and real
+
+
+class Reads(nn.Module):
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.weight = nn.Parameter(torch.empty(4))
+        self.weight.data.copy_(table)
+
+
+def replays_badly() -> str:
+    table = torch.arange(4.0)
+    model = fxshard.deferred_init(Reads, table)
+    table.add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        fxshard.compile(model, F=2)
+    return str(caught.value)
+
+
+def test_what_rank_0_fails_at_is_told_everywhere(ranks: Ranks) -> None:
+    first, second = ranks.run(2, replays_badly, timeout_s=60.0)
+    assert "that the constructor read was changed" in first
+    assert "initialising the model failed on 1 of 2 ranks\nrank 0: RuntimeError: deferred_init: a real tensor" in second
 
 
 def fails_half_way() -> dict[str, Any]:

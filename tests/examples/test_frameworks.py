@@ -54,8 +54,9 @@ def plainly(every: int, warmup: int | None, total: int = 0, strides: int = 1) ->
     ("loop", "every", "warmup", "total", "strides"),
     [
         ("transformers_loop", 1, 2, STEPS, 1),
-        ("accelerate_loop", 2, 4, 100, 2),  # Accelerate steps a schedule once for each process
-        ("fabric_loop", 1, None, 0, 1),
+        # Accelerate steps a schedule once for each process.
+        pytest.param("accelerate_loop", 2, 4, 100, 2, marks=pytest.mark.full),
+        pytest.param("fabric_loop", 1, None, 0, 1, marks=pytest.mark.full),
     ],
 )
 def test_a_loop_trains_as_one_plain_process(

@@ -21,22 +21,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIMIZERS = ("sgd", "adamw")
 
 FLOAT64 = [
-    *(Case(subject, W, F, "adamw") for subject in ("mlp", "two_heads") for W, F in worlds()),
-    *(Case(subject, 4, 2, "sgd") for subject in ("mlp", "two_heads", "gpt")),
-    Case("gpt", 2, 2, "sgd"),
-    *(Case("gpt", W, F, "adamw", ragged=False) for W, F in ((1, 1), (2, 1), (3, 3), (4, 4))),
-    *(Case(subject, 2, 2, "adamw") for subject in ("llama", "mixtral", "whisper", "resnet")),
-    Case("llama", 3, 1, "sgd"),
-    Case("resnet", 3, 3, "sgd"),
+    *(Case("two_heads", W, F, "adamw") for W, F in worlds()),
+    *(Case(subject, 4, 2, "sgd") for subject in ("mlp", "gpt")),
+    *(Case("gpt", W, F, "adamw", ragged=False) for W, F in ((1, 1), (3, 3))),
+    *(Case(subject, 2, 2, "adamw") for subject in ("llama", "mixtral", "resnet")),
 ]
 FLOAT32 = [
     Case("mlp", 4, 2, "sgd", torch.float32),
-    Case("gpt", 3, 3, "sgd", torch.float32, ragged=False),
     Case("resnet", 2, 1, "sgd", torch.float32),
 ]
 BFLOAT16 = [
     Case("mlp", 3, 3, "adamw", torch.float32, torch.bfloat16),
-    Case("gpt", 4, 2, "sgd", torch.float32, torch.bfloat16, ragged=False),
     Case("llama", 2, 2, "adamw", torch.float32, torch.bfloat16),
     Case("resnet_wide", 2, 2, "sgd", torch.float32, torch.bfloat16),
 ]
@@ -45,12 +40,18 @@ FULL_FLOAT64 = [
     *(Case(s, W, F, o) for s in ("two_heads", *MODELS) for W, F in worlds() for o in OPTIMIZERS),
     *(Case("gpt", W, F, o, ragged=False) for W, F in worlds() for o in OPTIMIZERS),
 ]
-FULL_FLOAT32 = [Case(s, W, F, "sgd", torch.float32) for s in ("two_heads", *MODELS) for W, F in worlds()]
+FULL_FLOAT32 = [
+    *(Case(s, W, F, "sgd", torch.float32) for s in ("two_heads", *MODELS) for W, F in worlds()),
+    Case("gpt", 3, 3, "sgd", torch.float32, ragged=False),
+]
 FULL_BFLOAT16 = [
-    Case(s.replace("resnet", "resnet_wide"), W, F, o, torch.float32, torch.bfloat16)
-    for s in ("two_heads", *MODELS)
-    for W, F in worlds()
-    for o in OPTIMIZERS
+    *(
+        Case(s.replace("resnet", "resnet_wide"), W, F, o, torch.float32, torch.bfloat16)
+        for s in ("two_heads", *MODELS)
+        for W, F in worlds()
+        for o in OPTIMIZERS
+    ),
+    Case("gpt", 4, 2, "sgd", torch.float32, torch.bfloat16, ragged=False),
 ]
 
 
