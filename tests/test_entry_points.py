@@ -137,6 +137,30 @@ def test_an_entry_point_in_full_precision_computes_in_it() -> None:
     assert sharded(x).dtype == torch.bfloat16
 
 
+class Breaks(Encoder):
+    """Eager code within forward enters another entry point."""
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+    def forward(self, x: Tensor, skip_head: bool = False) -> Tensor:
+        return self.head(self.between(x))
+
+
+def test_an_entry_point_entered_from_within_a_call_leaves_no_trace() -> None:
+    precision = fxshard.MixedPrecision(param=torch.bfloat16)
+    model = fxshard.compile(Breaks(), F=2, entry_points=["encode"], fullgraph=False, mixed_precision=precision)
+    x = batches(1)[0]
+    first = model(x)
+    captured = len(model.schedules)
+    for _ in range(3):
+        assert torch.equal(model(x), first)
+    assert len(model.schedules) == captured
+    assert all("forward" not in vars(layer) for layer in model.layers)
+    assert model.head.weight.dtype == torch.float32
+
+
 def test_wrong_entry_points_are_refused_before_anything_is_sharded() -> None:
     model = Encoder()
     with pytest.raises(ValueError, match=re.escape("no method and no submodule 'encod'") + ".*Did you mean 'encode'"):

@@ -167,7 +167,8 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], max_sh
 
     The weights go into model.safetensors, or into several files of at most `max_shard_bytes` (or of one larger tensor) and
     an index. Tied names come once, under the first. A model of transformers also gets its config.json (and its
-    generation_config.json). Rank 0 writes, and holds one unit at a time; weights from before are replaced at the end.
+    generation_config.json). Rank 0 writes, and holds one unit at a time; weights from before are replaced at the end, file by
+    file: unlike `save` it is not atomic.
     A collective. Raises ValueError for dtypes and extra state that such files cannot hold, and OSError of rank 0 everywhere.
     """
     contents = Contents.of(model)

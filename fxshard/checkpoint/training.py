@@ -81,6 +81,7 @@ def save(
         )
     with together(world, "saving a checkpoint"):
         if world.is_first:
+            _check_written(unfinished)
             with (unfinished / PLAIN).open("wb") as file:
                 torch.save(plain, file)
                 file.flush()
@@ -187,6 +188,16 @@ def _prepare(folder: Path, step: int) -> tuple[str, str]:
     version = max((v + 1 for number, v in finished if number == step), default=0)
     name = f"step-{step:08d}" + (f".{version}" if version else "")
     return f"{name}.tmp-{uuid.uuid4().hex[:8]}", name
+
+
+def _check_written(folder: Path) -> None:
+    """Raise RuntimeError where files of other ranks are not to be seen from here."""
+    entries = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+    if missing := sorted({e.relative_path for e in entries if not (folder / e.relative_path).is_file()}):
+        raise RuntimeError(
+            f"{', '.join(missing)} of other ranks are not in '{folder}' as rank 0 sees it: the directory has to be one that "
+            "all ranks share"
+        )
 
 
 def _clean(folder: Path, keep: int | None) -> None:

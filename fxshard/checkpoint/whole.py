@@ -87,14 +87,16 @@ def _checked(contents: Contents, state: Any, strict: bool) -> tuple[Mapping[str,
     tensors = {name for names, _ in contents.shapes() for name in names}
     odd = [f"'{n}' is a {type(v).__name__}" for n, v in state.items() if n in tensors and not _is_plain(v)]
     if odd:
-        raise TypeError(f"load_full_state_dict takes plain tensors, which rank 0 alone has: {', '.join(odd)}")
+        raise TypeError(
+            f"load_full_state_dict takes plain tensors with values, which rank 0 alone has: {', '.join(odd)}"
+        )
     shapes = {name: value.shape if isinstance(value, Tensor) else () for name, value in state.items()}
     shapes.update(dict.fromkeys(contents.others.keys() & state.keys(), ()))
     return state, contents.compare(shapes, "the state dict", strict)
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter, nn.Buffer)
+    return type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.device.type != "meta"
 
 
 def _load_unit(storage: FlatStorage, names: list[str | None], given: Mapping[str, Any]) -> None:

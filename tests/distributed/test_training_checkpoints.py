@@ -119,6 +119,21 @@ def test_pieces_are_read_by_any_reader(ranks: Ranks, tmp_path: Path) -> None:
     assert [n for n, v in plain.items() if not torch.equal(v, values[n])] == []
 
 
+def test_parts_that_rank_0_does_not_see_are_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where each host has a disk of its own."""
+    model, optimizer = trained(2, 1)
+    write = dcp.save
+
+    def elsewhere(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        next(iter(tmp_path.glob("*/__0_0.distcp"))).unlink()
+
+    monkeypatch.setattr(dcp, "save", elsewhere)
+    with pytest.raises(RuntimeError, match=r"__0_0\.distcp of other ranks are not in .* one that all ranks share"):
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+    assert checkpoint.latest(tmp_path) is None
+
+
 class Made(TorchDispatchMode):
     """Where operators put results of a size."""
 
