@@ -142,7 +142,7 @@ def test_a_recorded_constructor_is_replayed_unit_by_unit_on_one_rank(ranks: Rank
         if result["rank"] == 0:
             assert result["shards"] < result["peak"] <= result["shards"] + result["unit"] + 16 * 1024
         else:
-            assert result["peak"] == result["shards"]
+            assert result["peak"] <= result["shards"] + 1024  # what ranks tell each other
         assert list(result["whole"]) == list(expected)
         assert all(torch.equal(result["whole"][n], p) for n, p in expected.items())
 

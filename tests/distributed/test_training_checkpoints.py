@@ -87,8 +87,10 @@ def check(expected: Any, loaded: Any, steps: int) -> None:
 @pytest.mark.parametrize(
     ("W", "F", "steps"),
     [
-        (4, 2, 2),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, 4, 2), (3, 1, 1), (1, 1, 3), (2, 2, 0))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((4, 2, 2), (4, 4, 2), (3, 1, 1), (1, 1, 3), (2, 2, 0))
+        ),
     ],
 )
 def test_saved_anywhere_loads_anywhere(ranks: Ranks, tmp_path: Path, W: int, F: int, steps: int) -> None:
