@@ -829,7 +829,7 @@ def _trace(
 
 def _made_real(x: Any, device: torch.device, made: dict[Tensor, Tensor]) -> Any:
     """Zeros in place of a tensor without memory, the same ones for the same tensor; anything else is left alone."""
-    if not isinstance(x, Tensor) or not (x.device.type == "meta" or deferred.is_deferred(x)):
+    if not isinstance(x, Tensor) or not deferred.has_no_memory(x):
         return x
     if x not in made:
         zeros = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device).zero_()

@@ -84,6 +84,11 @@ def is_deferred(tensor: Tensor) -> bool:
     return _record(tensor) is not None and tensor.device.type != "meta"
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether it is on the meta device, or can be replayed."""
+    return tensor.device.type == "meta" or is_deferred(tensor)
+
+
 def replay(tensor: Tensor, place: Tensor | None = None) -> Tensor:
     """The real values of a recorded tensor: a new tensor, on the device that the constructor asked for.
 

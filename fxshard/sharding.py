@@ -148,7 +148,7 @@ class _Sources:
 
     def _is_empty(self, tensor: Tensor) -> bool:
         """Whether an init is to make it."""
-        return not self._replayed(tensor) and (tensor.device.type == "meta" or deferred.is_deferred(tensor))
+        return deferred.has_no_memory(tensor) and not self._replayed(tensor)
 
     def whole(self, flat: FlatParameter, owners: Mapping[str, tuple[nn.Module, str]]) -> Tensor | None:
         """A flat buffer (padded,) with all parameters in it; None where this process's values do not count."""
@@ -169,13 +169,11 @@ class _Sources:
             if self.here:
                 deferred.replay(tensor.detach(), place)
             return
-        if (
-            self._is_empty(tensor) and tensor not in self.real
-        ):  # it is, where another module that it is tied to was made
+        # Where another module that it is tied to was made already, so was it.
+        if self._is_empty(tensor) and tensor not in self.real:
             self.real[tensor] = nn.Parameter(place, tensor.requires_grad)
-        for module, _ in owners:
-            self._make(module)
-        module, name = owners[0]
+        for owner, _ in owners:
+            self._make(owner)
         made = module._parameters[name]
         assert made is not None
         if made.data_ptr() != place.data_ptr():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fxshard.checkpoint.contents import Contents, Incompatible
 from fxshard.checkpoint.whole import stream_state_dict
+from fxshard.ir.layout import storage_order
 from fxshard.runtime.world import together
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _read(file: Any, name: str, spec: ParameterSpec, piece: Piece) -> Tensor:
     if not spec.shape or not piece.length:
         whole = file.get_tensor(name) if piece.length else torch.empty(0, dtype=spec.dtype)
         return whole.reshape(-1)
-    order = sorted(range(len(spec.shape)), key=lambda dim: (spec.shape[dim] == 1, -spec.stride[dim]))
+    order = storage_order(spec.shape, spec.stride)
     row = spec.numel // spec.shape[order[0]]
     begin, end = piece.start // row, -(-(piece.start + piece.length) // row)
     rows = file.get_slice(name)[(*[slice(None)] * order[0], slice(begin, end))]
