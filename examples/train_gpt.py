@@ -10,7 +10,6 @@ group, batches of each rank's own and the mean of the validation losses.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 import fxshard
-from examples import models, text
+from examples import models, ranks, text
 
 LENGTH = models.GPT_DEMO.length
 VALIDATION_BATCHES = 4
@@ -48,15 +47,7 @@ def svg(path: str) -> str:
 def main(argv: list[str] | None = None) -> float:
     """Train, and return the validation loss."""
     options = arguments(argv)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    launched = "RANK" in os.environ  # by torchrun; else this process holds all F shards
-    if launched:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank = dist.get_rank() if launched else 0
-    world_size = dist.get_world_size() if launched else 1
+    device, launched, rank, world_size = ranks.join()
 
     torch.manual_seed(0)
     build, _ = models.get("gpt_demo")

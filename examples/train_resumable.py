@@ -12,13 +12,12 @@ step (parameters, optimizer, learning rate) is in the checkpoint.
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
 
 import fxshard
-from examples import models, text
+from examples import models, ranks, text
 from fxshard import checkpoint
 
 CONFIG = models.GPTConfig(layers=3, width=48, heads=4, vocabulary=256, length=32, tied=True)
@@ -40,15 +39,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[int, float]:
     """Train, and return the loss of each step that was done here."""
     options = arguments(argv)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    launched = "RANK" in os.environ  # by torchrun; else this process holds all F shards
-    if launched:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank = dist.get_rank() if launched else 0
-    world_size = dist.get_world_size() if launched else 1
+    device, launched, rank, world_size = ranks.join()
     if options.batch % world_size:
         raise SystemExit(f"train_resumable: {world_size} ranks do not divide a batch of {options.batch} sequences")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fxshard
+from fxshard import checkpoint
 from tests.capture.compare import Framed, adamw, batches, differences, pair
 
 
@@ -141,7 +144,11 @@ def test_moments_and_counters_of_a_parameter_without_dims() -> None:
         assert differences(plain, other) == []
 
 
-def test_buffers_of_several_contributors() -> None:
+@pytest.mark.parametrize(
+    ("state_of", "load"),
+    [(nn.Module.state_dict, nn.Module.load_state_dict), (checkpoint.full_state_dict, checkpoint.load_full_state_dict)],
+)
+def test_buffers_of_several_contributors(state_of: Callable[..., Any], load: Callable[..., Any]) -> None:
     """A state dict has rank 0's; loading one gives them to all."""
     world = fxshard.VirtualWorld(2, contributors=2)
     torch.manual_seed(0)
@@ -151,10 +158,10 @@ def test_buffers_of_several_contributors() -> None:
         with world.rank(r):
             model(torch.randn(8, 4) + r).sum().backward()
             means.append(model[1].running_mean.clone())
-    state = model.state_dict()
+    state = state_of(model)
     assert torch.equal(state["1.running_mean"], means[0])
     assert not torch.equal(means[0], means[1])
-    model.load_state_dict(state)
+    load(model, state)
     for r in range(2):
         with world.rank(r):
             assert torch.equal(model[1].running_mean, means[0])

@@ -195,21 +195,6 @@ def test_a_loaded_model_computes_with_what_was_loaded() -> None:
         loss.backward()
 
 
-def test_buffers_of_several_contributors() -> None:
-    world = fxshard.VirtualWorld(2, contributors=2)
-    model = fxshard.compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), world=world, units="none")
-    means = []
-    for r in range(2):
-        with world.rank(r):
-            model(torch.randn(8, 4) + r).sum().backward()
-            means.append(model[1].running_mean.clone())
-    state = checkpoint.full_state_dict(model)
-    assert torch.equal(state["1.running_mean"], means[0])
-    checkpoint.load_full_state_dict(model, state)
-    with world.rank(1):
-        assert torch.equal(model[1].running_mean, means[0])
-
-
 def test_what_is_not_the_compiled_module_is_refused() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
