@@ -8,6 +8,7 @@ kernels under Triton's interpreter, gloo in place of NCCL. Ends with status 1 if
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -101,6 +102,33 @@ def mixed_precision() -> dict[str, Any]:
     first, last = results[1][0][0].item(), results[1][0][-1].item()
     check(last < first, f"the loss went from {first} to {last}")
     return {"first_loss": first, "last_loss": last}
+
+
+def cpu_offload() -> dict[str, Any]:
+    """Shards in host memory, F = 1, 2, 4, in fp32 and under bf16: the loss and gradients of shards on the device, bit for bit,
+    and the same training to the rounding of an optimizer on another device; all of it where it belongs."""
+    precision = fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
+    tokens = batches(SMALL, 4)
+    worst = 0.0
+    for dtypes, F in itertools.product((None, precision), (1, 2, 4)):
+        models = [
+            fxshard.compile(build(SMALL), F, mixed_precision=dtypes, cpu_offload=offload) for offload in (False, True)
+        ]
+        first = []
+        for model in models:
+            loss = model(tokens=tokens[0], targets=tokens[0])
+            loss.backward()
+            first.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+        difference = largest_difference(*first)
+        check(difference == 0.0, f"F={F}, {dtypes}: offload changes the loss or a gradient by {difference}")
+        held = [t.local for p in models[1].parameters() for t in (p, p.grad)]
+        check(all(t.device.type == "cpu" for t in held), "a shard or a gradient is not in host memory")
+        pinned = DEVICE.type == "cpu" or all(p.local.is_pinned() for p in models[1].parameters() if p.local.numel())
+        check(pinned, "a shard is not pinned")
+        here, there = [train(model, tokens) for model in models]
+        worst = max(worst, largest_difference(here[0] + here[1], there[0] + there[1]))
+        check(worst <= 1e-4, f"F={F}, {dtypes}: training with offload differs by {worst}")
+    return {"largest_difference_after_training": worst}
 
 
 def contributors() -> dict[str, Any]:
@@ -287,6 +315,7 @@ PARTS = (
     kernels,
     virtual_parity,
     mixed_precision,
+    cpu_offload,
     contributors,
     one_rank_world,
     collectives,

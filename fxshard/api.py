@@ -209,6 +209,7 @@ class _State:
             held_shards=self.place.held_shards,
             num_batches=self.place.num_batches or self.place.W,
             gradient_divisor=self.options.gradient_divisor,
+            offloaded=self.options.cpu_offload,
         )  # fmt: skip
         unit_of = {fqn: flat.unit for flat in self.flats.values() for fqn in flat.fqns}
         for fqn, num_bytes, line in captured.made_weights:
@@ -682,19 +683,25 @@ def _capturing(user_forward: Callable[..., Any], state: _State) -> Callable[...,
 
 
 def _compute_handles(model: nn.Module, state: _State) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
-    """Where parameters are computed with in another dtype: what stands in their place during a call.
+    """Where parameters are computed with in another dtype or on another device: what stands in their place during a call.
 
     Code in forward that asks for a parameter's dtype then sees what it is computed with, as under FSDP.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for storage in state.storages.values():
         flat = storage.flat
-        if flat.param_dtype == flat.dtype:
+        if flat.param_dtype == flat.dtype and storage.shard.device.type == storage.world.device.type:
             continue
         for spec in flat.parameters:
             master: Any = storage.parameters[spec.fqn]
             handle = ShardedParameter(
-                master.local, spec.shape, spec.stride, spec.fqn, master.binding, dtype=flat.param_dtype
+                master.local,
+                spec.shape,
+                spec.stride,
+                spec.fqn,
+                master.binding,
+                dtype=flat.param_dtype,
+                device=storage.world.device,
             )
             made[master] = nn.Parameter(handle, requires_grad=master.requires_grad)
     return [

@@ -101,6 +101,9 @@ class Options:
     """The fraction of activations kept for backward, 0 to 1, the rest is computed again; None = all that autograd keeps."""
     entry_points: Sequence[str] = ()
     """Methods (`'encode'`) and submodules (`'head'`, `'decoder.norm'`) that are called by themselves, besides forward."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state in (pinned) host memory: a shard is copied to the device before its gather,
+    a gradient back after its reduce, and the optimizer works on the CPU."""
     gradient_divisor: float | None = None
     """What gradients are divided by, once; None = the number of ranks that bring a batch (the mean), 1 = their sum."""
     passes: Sequence[Any] | None = None
@@ -132,6 +135,7 @@ class Options:
             check_limit(name, getattr(self, name))
         for name in (
             "keep_root_resident",
+            "cpu_offload",
             "debug",
             "fullgraph",
             "sync_parameters",

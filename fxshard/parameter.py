@@ -108,10 +108,11 @@ class ShardedParameter(torch.Tensor):
         binding: Binding | None = None,
         *,
         dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
         is_state: bool = False,
         requires_grad: bool = False,
     ) -> ShardedParameter:
-        self = wrapper_subclass(cls, shape, stride, dtype or local.dtype, local.device, requires_grad)
+        self = wrapper_subclass(cls, shape, stride, dtype or local.dtype, device or local.device, requires_grad)
         self.local, self.binding, self.fqn, self.is_state = local, binding, fqn, is_state
         self.edits = [0]
         return self
@@ -125,6 +126,7 @@ class ShardedParameter(torch.Tensor):
             self.fqn,
             self.binding,
             dtype=local.dtype if self.dtype == self.local.dtype else self.dtype,
+            device=local.device if self.device == self.local.device else self.device,
             is_state=self.is_state if state is None else state,
         )
 
@@ -161,14 +163,14 @@ class ShardedParameter(torch.Tensor):
         return self.binding
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["local"], (tuple(self.shape), tuple(self.stride()), self.dtype, self.fqn)
+        return ["local"], (tuple(self.shape), tuple(self.stride()), self.dtype, self.device, self.fqn)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: tuple[Any, ...], size: Any, stride: Any
     ) -> ShardedParameter:
-        shape, strides, dtype, fqn = meta
-        return ShardedParameter(inner["local"], shape, strides, fqn, dtype=dtype)
+        shape, strides, dtype, device, fqn = meta
+        return ShardedParameter(inner["local"], shape, strides, fqn, dtype=dtype, device=device)
 
     # torch.distributed.checkpoint asks these of tensors that are in parts. They are imported when asked: it takes a second.
 

@@ -48,6 +48,8 @@ def shard(
                 assert full is not None
                 part = world.my_part(flat, full)
             own = part.clone() if part.untyped_storage().nbytes() > part.numel() * part.element_size() else part
+            if options.cpu_offload and own.is_cuda:
+                own = own.cpu().pin_memory()
             storages[flat.name] = FlatStorage(flat, world, own, generation)
             del full
         with together(world, "initialising the model"):

@@ -60,30 +60,27 @@ class DeferReduces(Pass):
             if keep == "unsharded":
                 with phase.graph.inserting_before(flatten):
                     phase.call(ops.keep_grads, tuple(flatten.args[:5]), flat=flat, by=self.name, num_bytes=size)
-                _erase(phase, flat.name, end)
+                _erase(phase, end)
                 remarks.passed(flat.name, "kept unsharded, not reduced")
                 continue
             reduced = phase.one("reduce_scatter", flat.name)
-            last: fx.Node = end.args[0]  # type: ignore[assignment]
             assert reduced is not None
             with phase.graph.inserting_before(end):
                 wait = phase.call(
                     ops.wait, (reduced, flat.name), flat=flat, by=self.name, name=f"scattered_{flat.name}"
                 )
                 phase.call(ops.keep_shard, (wait, flat.name), flat=flat, by=self.name, num_bytes=size)
-            phase.graph.erase_node(end)
-            for node in (last, last.args[0], last.args[0].args[0]):  # type: ignore[union-attr]
-                phase.graph.erase_node(node)  # type: ignore[arg-type]
+            _erase(phase, end, reduced)
             remarks.passed(flat.name, "its sum of the shard group kept, not reduced across replicas")
         remove_presence(phase)
         schedule.accumulation = Accumulation(keep, schedule.accumulation.kept, schedule.accumulation.kept_shards)
         schedule.memory.kept_bytes = kept_bytes
 
 
-def _erase(phase: Phase, flat: str, end: fx.Node) -> None:
-    """Remove a reduce from its end back to its FLAT."""
+def _erase(phase: Phase, end: fx.Node, start: fx.Node | None = None) -> None:
+    """Remove a reduce from its end back to what comes after `start`, or to its FLAT."""
     doomed, node = [end], end.args[0]
-    while isinstance(node, fx.Node) and info(node).kind in ("wait", "all_reduce", "reduce_scatter", "flatten_grads"):
+    while isinstance(node, fx.Node) and node is not start:
         doomed.append(node)
         node = node.args[0]
     for each in doomed:

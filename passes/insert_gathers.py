@@ -2,8 +2,8 @@
 
 Why      The captured phases read whole parameters; each rank holds 1/F of them.
 Assumes  Parameters are placeholders of kind `parameter`, stamped with their FlatParameter.
-Gives    gathers-inserted: shard -> [cast] -> AG -> WAIT -> views, before the first use. F = 1: views of the
-         shard, or of its cast.
+Gives    gathers-inserted: shard -> [CAST] -> AG -> WAIT -> views, before the first use. F = 1: views of the
+         shard, or of its cast. Where shards are in host memory LOAD, which casts too, stands for CAST.
 Keeps    Values bit for bit; every operator of the model and its order.
 Costs    One full buffer a FlatParameter, alive to the end of the phase until insert-frees.
 Source   FSDP paper, section 3.2.
@@ -32,7 +32,7 @@ class InsertGathers(Pass):
         for phase in schedule.phases:
             for flat_name in _first_used(phase):
                 flat = schedule.flats[flat_name]
-                _insert(phase, flat, schedule.held_shards, self.name)
+                _insert(schedule, phase, flat, self.name)
                 remarks.passed(
                     flat_name, f"gathered before its first use in {phase.name}" if flat.F > 1 else "held whole"
                 )
@@ -53,7 +53,7 @@ def _first_used(phase: Phase) -> list[str]:
     return sorted(first, key=lambda flat: first[flat])
 
 
-def _insert(phase: Phase, flat: FlatParameter, held: int, by: str) -> None:
+def _insert(schedule: Schedule, phase: Phase, flat: FlatParameter, by: str) -> None:
     graph = phase.graph
     holders = _parameters(phase, flat.name)
     use = min(user for node in holders for user in node.users)
@@ -64,14 +64,12 @@ def _insert(phase: Phase, flat: FlatParameter, held: int, by: str) -> None:
     full.meta[INFO] = NodeInfo("shard", flat.name, flat.unit, by=by)
     specs = {p.fqn: (p, offset) for p, offset in zip(flat.parameters, flat.offsets)}
     with graph.inserting_before(use):
-        if flat.param_dtype != flat.dtype:
-            # One rank a group: the cast is the whole unshard and the compute stream does it. Else it precedes the
-            # gather.
-            size = held * flat.shard_numel * flat.param_dtype.itemsize
+        if schedule.offloaded or flat.param_dtype != flat.dtype:
+            # One rank a group: it is the whole unshard and the compute stream does it. Else it precedes the gather.
+            kind = ops.load_shard if schedule.offloaded else ops.cast_shard
+            size = schedule.held_shards * flat.shard_numel * flat.param_dtype.itemsize
             queue = "unshard" if flat.F > 1 else "compute"
-            full = phase.call(
-                ops.cast_shard, (full, flat.name, flat.param_dtype), flat=flat, by=by, num_bytes=size, queue=queue
-            )
+            full = phase.call(kind, (full, flat.name, flat.param_dtype), flat=flat, by=by, num_bytes=size, queue=queue)
         if flat.F > 1:
             full = phase.call(ops.all_gather, (full, flat.name), flat=flat, by=by, num_bytes=flat.full_bytes)
             full = phase.call(

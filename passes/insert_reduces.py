@@ -4,7 +4,8 @@ Why      Each rank has the gradient of its own batch; training needs the mean.
 Assumes  gathers-inserted; `schedule.gradients` names the gradient node of each trainable parameter.
 Gives    reduces-inserted: FLAT -> RS -> WAIT -> [AR -> WAIT] -> ACC for each FlatParameter with gradients. FLAT
          stands right after the last of its gradients and divides by `schedule.divisor`, unless told the ranks that bring
-         a batch (W, or 1 in a virtual world of one contributor); RS and AR sum. F = 1 has no RS, F = W no AR.
+         a batch (W, or 1 in a virtual world of one contributor); RS and AR sum. F = 1 has no RS, F = W no AR. Where
+         gradients belong in host memory a STORE, on the queue of the last collective, brings them there.
 Keeps    Gradients of inputs; every operator of the model.
 Costs    One flat gradient buffer a FlatParameter from FLAT to its WAIT; all waits stand at the end of the phase.
 Source   FSDP paper, sections 3.2 and 3.3; the divisor is applied once, explicitly.
@@ -84,6 +85,10 @@ def insert_reduce(
                 )
         with graph.inserting_after(last):
             last = value = phase.call(ops.all_reduce, (value, flat.name), flat=flat, by=by, num_bytes=shard_bytes)
+    if schedule.offloaded:
+        queue = "replicate" if schedule.replicas > 1 else "reduce"
+        with graph.inserting_after(last):
+            value = phase.call(ops.store_grad, (value, flat.name), flat=flat, by=by, num_bytes=shard_bytes, queue=queue)
     with graph.inserting_before(phase.output):
         if value is not buffer:
             value = phase.call(ops.wait, (value, flat.name), flat=flat, by=by, name=f"reduced_{flat.name}")

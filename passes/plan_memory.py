@@ -2,16 +2,18 @@
 
 Why      A steady step must not allocate; a caching allocator over several streams holds more than it needs.
 Assumes  gathers-inserted, reduces-inserted, frees-inserted; the order is final.
-Gives    memory-planned: `node.meta["slot"]` of each AG, CAST, FLAT, RS and AR that needs memory, 16-byte aligned, by
-         interval colouring; a slot names the node whose end frees its bytes for it; `schedule.memory` holds the totals.
+Gives    memory-planned: `node.meta["slot"]` of each AG, CAST, LOAD, FLAT, RS and AR that needs memory, 16-byte aligned,
+         by interval colouring; a slot names the node whose end frees its bytes for it; `schedule.memory` holds the totals.
+         A STORE's slot is of a second arena, in host memory.
 Keeps    Everything but the meta.
 Costs    The arena's size, stated in `schedule.memory`.
 Source   FSDP paper, section 3.4 (what the caching allocator does instead); register allocation by linear scan.
 
-Lives: a gathered buffer from AG to FREE; a cast from CAST to the WAIT of its gather; a gradient buffer from FLAT to the
-end of its reduce; reduce output and staging from RS to ACC. Residents have memory of their own. Phases share the arena:
-every queue joins the compute queue at the end of a phase. A bucket has one slot, its members in order and then the
-staging of a direct exchange, up to the last of their FREEs.
+Lives: a gathered buffer from AG to FREE; a cast from CAST or LOAD to the WAIT of its gather; a gradient buffer from FLAT to
+the end of its reduce; reduce output and staging from RS to ACC, or to the WAIT of its STORE, which then lives to ACC. The slot
+of a LOAD that casts holds what it makes and, behind that, what came from the host. Residents have memory of their own.
+Phases share the arena: every queue joins the compute queue at the end of a phase. A bucket has one slot, its members in
+order and then the staging of a direct exchange, up to the last of their FREEs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxshard.ir import FlatParameter, Phase, Remarks, Schedule, Slot
+from fxshard.ir import FlatParameter, Phase, Remarks, Schedule, Slot, ops
 from fxshard.ir.layout import aligned
 from fxshard.ir.nodes import bytes_text, info
 from fxshard.passes.base import Pass
@@ -48,12 +50,13 @@ class PlanMemory(Pass):
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         memory = schedule.memory
-        memory.arena_bytes = memory.peak_gathered_bytes = memory.peak_gradient_bytes = 0
+        memory.arena_bytes = memory.host_bytes = memory.peak_gathered_bytes = memory.peak_gradient_bytes = 0
         memory.resident_bytes = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
         for phase in schedule.phases:
             with phase.frozen():
                 buffers = _lives(schedule, phase)
-            memory.arena_bytes = max(memory.arena_bytes, _colour(buffers))
+            memory.arena_bytes = max(memory.arena_bytes, _colour([b for b in buffers if not _is_on_host(b.node)]))
+            memory.host_bytes = max(memory.host_bytes, _colour([b for b in buffers if _is_on_host(b.node)]))
             gathered = _peak([b for b in buffers if _is_gathered(b.node)])
             memory.peak_gathered_bytes = max(memory.peak_gathered_bytes, gathered + memory.resident_bytes)
             gradients = _peak(
@@ -67,7 +70,21 @@ class PlanMemory(Pass):
 
 def _is_gathered(node: fx.Node) -> bool:
     found = info(node)
-    return found.kind == "all_gather" or (found.kind == "cast_shard" and found.queue == "compute")
+    return found.kind == "all_gather" or (found.kind in ops.UNSHARDS_LOCALLY and found.queue == "compute")
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    return info(node).kind == "store_grad"
+
+
+def unshard_bytes(schedule: Schedule, node: fx.Node) -> tuple[int, int]:
+    """Bytes of the slot of a CAST or LOAD: of what it makes, unless that is a resident, and of what a LOAD that casts brings
+    from the host first (held * S,)."""
+    flat = schedule.flats[info(node).flat or ""]
+    casts = info(node).kind == "load_shard" and flat.param_dtype != flat.dtype
+    loaded = schedule.held_shards * flat.shard_numel * flat.dtype.itemsize if casts else 0
+    made = 0 if flat.F == 1 and flat.name in schedule.resident else info(node).num_bytes
+    return aligned(made), aligned(loaded)
 
 
 def reduce_bytes(schedule: Schedule, flat: FlatParameter) -> tuple[int, int]:
@@ -114,23 +131,30 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
         flat = schedule.flats[found.flat]
         if found.kind == "all_gather" and found.flat not in schedule.resident:
             add(node, phase.one("free", found.flat) or phase.output, flat.full_bytes)
-        elif found.kind == "cast_shard":
+        elif found.kind in ops.UNSHARDS_LOCALLY:
             if flat.F > 1:
                 gather = next(iter(node.users))
-                add(node, min(gather.users), found.num_bytes)
-            elif found.flat not in schedule.resident:
-                add(node, phase.one("free", found.flat) or phase.output, found.num_bytes)
+                add(node, min(gather.users), sum(unshard_bytes(schedule, node)))
+            else:
+                add(node, phase.one("free", found.flat) or phase.output, sum(unshard_bytes(schedule, node)))
         elif found.kind in ("flatten_grads", "reduce_scatter", "all_reduce"):
             end = phase.landing(found.flat)
             assert end is not None
+            value: fx.Node = end.args[0]  # type: ignore[assignment]
+            stored = info(value).kind == "wait" and info(value.args[0]).kind == "store_grad"  # type: ignore[arg-type]
+            if stored:
+                end = value  # the rest is on the host
             if found.kind == "flatten_grads":
-                value = end.args[0]  # with a collective, the wait: what it read is no longer needed
-                last = value if isinstance(value, fx.Node) and info(value).kind == "wait" and flat.F > 1 else end
-                add(node, last, flat.grad_bytes)
+                # With a collective, the wait: what it read is no longer needed.
+                add(node, value if info(value).kind == "wait" and flat.F > 1 else end, flat.grad_bytes)
             elif found.kind == "reduce_scatter":
                 add(node, end, sum(reduce_bytes(schedule, flat)))
             else:
                 add(node, end, all_reduce_bytes(schedule, flat))
+        elif found.kind == "store_grad":
+            end = phase.landing(found.flat)
+            assert end is not None
+            add(node, end, schedule.held_shards * flat.shard_numel * schedule.reduced_dtype(flat).itemsize)
     return buffers
 
 

@@ -95,13 +95,14 @@ class DistributedWorld(World):
     def reduce_small(self, values: Tensor, op: str) -> Tensor:
         if self.F == 1:
             return values
-        result = values.detach().clone()
+        result = values.detach().to(self.device, copy=True)
         operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         dist.all_reduce(result, operation, group=self.shard_group)
-        return result
+        return result.to(values.device)
 
     def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
-        full = torch.empty(part.numel() * self.F, dtype=part.dtype, device=part.device)
+        part = part.to(self.device)
+        full = torch.empty(part.numel() * self.F, dtype=part.dtype, device=self.device)
         if self.F == 1:
             full.copy_(part)
         elif part.numel():
@@ -109,12 +110,13 @@ class DistributedWorld(World):
         return full
 
     def gather_to_first(self, flat: FlatParameter, part: Tensor) -> Tensor | None:
+        part = part.to(self.device)
         # One message after another: a thread of gloo's holds what `dist.gather` receives into for a while longer.
         if not self.is_first:
             if 0 in self.shard_ranks and part.numel():
                 dist.send(part.view(torch.uint8), 0, group=self.shard_group)
             return None
-        full = torch.empty(flat.padded_numel, dtype=part.dtype, device=part.device)
+        full = torch.empty(flat.padded_numel, dtype=part.dtype, device=self.device)
         if part.numel():
             for rank, chunk in zip(self.shard_ranks, full.split(part.numel())):
                 if rank == 0:

@@ -5,7 +5,8 @@ Each communication node runs on its queue. What a node reads was written on anot
 an event recorded there. At the start of a phase every queue waits for `compute` (the optimizer wrote the shards there;
 the last phase ended there). A slot is reused behind the event that ended its last use. Every collective is waited for on
 `compute` in the end (a ReduceScatter that an AllReduce follows by way of that), so at the end of a phase nothing is under
-way. The host never waits for a CUDA device.
+way. The host never waits for a CUDA device, unless shards are in its own memory: then it waits at the WAIT of a STORE,
+before it adds to `.grad`, and at the end of a phase for the last LOAD, for it may write the shard next.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
 from fxshard.runtime.lowering import Lowered, lower
 from fxshard.runtime.storage import FlatStorage
 from fxshard.runtime.streams import QUEUES, CudaStreams, Streams
-from fxshard.runtime.world import Pending, World
+from fxshard.runtime.world import DONE, Pending, World
 
 NOTHING_KEPT = Accumulation()
 
@@ -55,6 +56,10 @@ class Executor:
         on_cuda = world.device.type == "cuda"
         self.streams = streams or (CudaStreams(world.device) if on_cuda else Streams())
         self.arena = self._memory(0)
+        self.host_arena = self.arena
+        """Pinned memory of the host, for gradients on their way to `.grad` where shards are offloaded."""
+        self.loaded: Any = None
+        """The event at the end of the last LOAD."""
         self.residents: dict[str, Tensor] = {}
         self.programs: list[Program] = []
         self.running: str | None = None
@@ -67,10 +72,12 @@ class Executor:
         """When a list: every communication node as it is executed, (phase, kind, flat). Set by `observe`."""
         self.random = random.Random(world.shard_rank + world.F * world.replica_rank)  # each rank delays as it likes
 
-    def _memory(self, num_bytes: int) -> Tensor:
+    def _memory(self, num_bytes: int, on_host: bool = False) -> Tensor:
         # A tensor born in inference mode could never be written outside it.
         with torch.inference_mode(False):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
+            pinned = on_host and self.world.device.type == "cuda"
+            device = "cpu" if on_host else self.world.device
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def program(self, schedule: Schedule, root: nn.Module) -> Program:
         """A program for a schedule. It is lowered when it first runs: this is called while tensors are fake."""
@@ -99,13 +106,18 @@ class Executor:
             return Accumulation(keep, frozenset(whole & reduced))
         return Accumulation("", frozenset(whole), frozenset(shards))
 
-    def reserve(self, num_bytes: int) -> None:
-        """Make the arena at least this large; programs lowered before are bound anew to a larger one."""
-        if num_bytes > self.arena.numel():
-            self.streams.synchronize()  # a phase on another stream may still work in the old one
+    def reserve(self, num_bytes: int, host_bytes: int) -> None:
+        """Make the arenas at least this large; programs lowered before are bound anew to larger ones."""
+        larger = num_bytes > self.arena.numel(), host_bytes > self.host_arena.numel()
+        if not any(larger):
+            return
+        self.streams.synchronize()  # a phase on another stream may still work in the old ones
+        if larger[0]:
             self.arena = self._memory(num_bytes)
-            for p in self.programs:
-                p.unbind()
+        if larger[1]:
+            self.host_arena = self._memory(host_bytes, on_host=True)
+        for p in self.programs:
+            p.unbind()
 
     def observe(self) -> list[tuple[str, str, str]]:
         """From now on record each communication node as it runs; returns the list that grows."""
@@ -124,11 +136,11 @@ class Executor:
                 )
         return self.residents[flat]
 
-    def slot(self, slot: Slot, dtype: torch.dtype, numel: int) -> Tensor:
-        """A typed view (numel,) of the arena at a slot."""
+    def slot(self, slot: Slot, dtype: torch.dtype, numel: int, on_host: bool = False) -> Tensor:
+        """A typed view (numel,) of an arena at a slot."""
         num_bytes = numel * dtype.itemsize
         assert num_bytes <= slot.num_bytes, f"{num_bytes} bytes asked of a slot of {slot.num_bytes}"
-        return self.arena[slot.offset : slot.offset + num_bytes].view(dtype)
+        return (self.host_arena if on_host else self.arena)[slot.offset : slot.offset + num_bytes].view(dtype)
 
 
 class Program:
@@ -178,7 +190,7 @@ class Program:
         return self._backward[schedule, given]
 
     def _lower(self, phase: Phase, schedule: Schedule) -> Lowered:
-        self.executor.reserve(schedule.memory.arena_bytes)
+        self.executor.reserve(schedule.memory.arena_bytes, schedule.memory.host_bytes)
         return lower(phase, self.root, _Binder(self.executor, schedule, phase).bind())
 
     def _accumulating(self) -> Schedule:
@@ -240,6 +252,8 @@ class Program:
                 streams.wait(queue, start)
             results = code.function(arguments)
             executor.ended = streams.record("compute")
+            streams.wait_on_host(executor.loaded)
+            executor.loaded = None
             return results
         except BaseException as error:
             streams.synchronize()  # collectives under way still write to buffers of the next phase
@@ -348,6 +362,36 @@ class _Binder:
 
         return run
 
+    def _load_shard(self, node: fx.Node) -> Callable[..., Any]:
+        """Copies from the host; one that casts does so behind what it makes, in the same slot."""
+        flat, queue, streams, executor = self._flat(node).flat, info(node).queue, self.streams, self.executor
+        source = self.buffers[node.args[0]]  # type: ignore[index]
+        if flat.F == 1 and flat.name in self.schedule.resident:
+            out, made = executor.resident(flat.name), 0
+        else:
+            out = self._place(node, flat.param_dtype, source.numel())
+            made = aligned(out.nbytes)
+        brought = out
+        if flat.param_dtype != flat.dtype and source.numel():
+            slot = node.meta["slot"]
+            beside = dataclasses.replace(slot, offset=slot.offset + made, num_bytes=slot.num_bytes - made)
+            brought = executor.slot(beside, flat.dtype, source.numel())
+        self.buffers[node] = out
+        before = self._before(node, queue)
+        read, label = self._label(node.args[0]), self._label(node)  # type: ignore[arg-type]
+
+        def run() -> None:
+            before()
+            with streams.on(queue):
+                streams.touch(queue, read, False)
+                streams.touch(queue, label, True)
+                brought.copy_(source, non_blocking=True)
+                if brought is not out:
+                    cast_shard(brought, out)
+                executor.loaded = streams.record(queue)
+
+        return run
+
     def _all_gather(self, node: fx.Node) -> Callable[..., Any]:
         if info(node).members:
             return self._bucket(node)
@@ -425,11 +469,13 @@ class _Binder:
 
             return chain
 
-        label = self._label(node)
+        label, on_host = self._label(node), info(source).kind == "store_grad"
 
         def run(pending: Pending) -> None:
             pending.wait()
             streams.wait("compute", events[done])
+            if on_host:
+                streams.wait_on_host(events[done])
             streams.touch("compute", label, False)
 
         return run
@@ -604,6 +650,33 @@ class _Binder:
 
         return run
 
+    def _store_grad(self, node: fx.Node) -> Callable[..., Any]:
+        queue, streams, events = info(node).queue, self.streams, self.events
+        source: Any = node.args[0]
+        held = self.world.held_numel(self._flat(node).flat)
+        value = self.buffers[source][:held]
+        slot = node.meta.get("slot")
+        out = self.executor.slot(slot, value.dtype, held, on_host=True) if slot else torch.empty(0, dtype=value.dtype)
+        self.buffers[node] = out
+        before, ready, done = self._before(node, queue), _done(source), _done(node)
+        read, label = self._label(source), self._label(node)
+
+        def run(previous: Pending = DONE) -> Pending:
+            before()
+            streams.wait(queue, events[ready])
+            with streams.on(queue):
+                streams.touch(queue, read, False)
+                streams.touch(queue, label, True)
+                if previous is DONE:
+                    out.copy_(value, non_blocking=True)
+                    pending: Pending = DONE
+                else:
+                    pending = _Stored(previous, value, out)
+                events[done] = streams.record(queue)
+            return pending
+
+        return run
+
     def _accumulate_grad(self, node: fx.Node) -> Callable[..., Any]:
         storage, world, streams, executor = self._flat(node), self.world, self.streams, self.executor
         source: Any = node.args[0]
@@ -613,11 +686,12 @@ class _Binder:
         stop = start + len(storage.flat.parameters)
         static = [g is not None for g in self._gradients(info(node).flat or "")]
         missing, label = not all(static), self._label(source)
+        reader = "host" if self.schedule.offloaded else "compute"
 
         taken = {*self.schedule.accumulation.kept, *self.schedule.accumulation.kept_shards}
 
         def end_accumulation(present: list[bool]) -> None:
-            streams.touch("compute", label, False)
+            streams.touch(reader, label, False)
             if world.completes():
                 storage.kept.clear()
                 accumulate(present[start:stop])
@@ -626,7 +700,7 @@ class _Binder:
             return end_accumulation
 
         def run(present: list[bool] | None = None) -> None:
-            streams.touch("compute", label, False)
+            streams.touch(reader, label, False)
             if world.completes():
                 flags = present[start:stop] if present is not None else static if missing else None
                 if executor.skipped:
@@ -661,6 +735,17 @@ class _Binder:
             return world.presence([a or kept.present(i) for a, (kept, i, _) in zip(own, places)])
 
         return run
+
+
+class _Stored(Pending):
+    """A gradient that is copied once the collective before it has ended."""
+
+    def __init__(self, previous: Pending, value: Tensor, out: Tensor):
+        self.previous, self.value, self.out = previous, value, out
+
+    def wait(self) -> None:
+        self.previous.wait()
+        self.out.copy_(self.value)
 
 
 def _done(node: fx.Node) -> str:

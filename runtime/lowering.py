@@ -121,7 +121,7 @@ def _is_variable(node: fx.Node) -> bool:
     found = info(node)
     if found.kind == "wait":
         return found.queue == "replicate" or found.flat is None
-    return found.kind in (*ops.MODEL_KINDS, *ops.COLLECTIVES, "presence")
+    return found.kind in (*ops.MODEL_KINDS, *ops.COLLECTIVES, "store_grad", "presence")
 
 
 def _communication(node: fx.Node, key: str, text: Callable[[Any], str]) -> str:
@@ -135,6 +135,10 @@ def _communication(node: fx.Node, key: str, text: Callable[[Any], str]) -> str:
         source = node.args[0]
         chained = isinstance(source, fx.Node) and info(source).kind == "wait"
         return f"{identifier(node.name)} = {key}({text(source) if chained else ''})"
+    if kind == "store_grad":
+        source = node.args[0]
+        reduced = isinstance(source, fx.Node) and info(source).kind in ops.COLLECTIVES
+        return f"{identifier(node.name)} = {key}({text(source) if reduced else ''})"
     if kind == "wait":
         target = f"{identifier(node.name)} = " if _is_variable(node) else ""
         return f"{target}{key}({text(node.args[0])})"

@@ -21,7 +21,7 @@ class FlatStorage:
     """`shard` (held * S,) in the master dtype; `parameters` maps fqn to its ShardedParameter, whose `local` is a view
     of it.
 
-    The shard's memory never moves: lowered code holds views of it.
+    The shard is on the world's device, or in host memory if it is offloaded, and never moves: lowered code holds views of it.
     """
 
     def __init__(self, flat: FlatParameter, world: World, shard: Tensor, generation: Generation):

@@ -2,7 +2,8 @@
 them.
 
 Queues are `compute` (the caller's stream), `unshard`, `reduce` and `replicate`. A node is issued on its queue; `record`
-marks a point of a queue, `wait` makes a queue wait for such a point. On CUDA the host never waits.
+marks a point of a queue, `wait` makes a queue wait for such a point. On CUDA the host waits for nothing but copies from and
+to its own memory, where shards are offloaded.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Streams:
 
     def synchronize(self) -> None:
         """Wait on the host until all queues are empty: when memory moves, never in a step."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Let the host wait for an event: for what was copied from and to its own memory."""
 
     def touch(self, queue: str, buffer: str, write: bool) -> None:
         """Note that work on `queue` reads or writes a buffer; only the recorder keeps it."""
@@ -70,6 +74,10 @@ class CudaStreams(Streams):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def wait_on_host(self, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+
 
 @dataclass
 class Access:
@@ -86,11 +94,13 @@ class Access:
 class RecordingStreams(Streams):
     """Executes nothing asynchronously, but keeps the order that streams and events alone guarantee.
 
-    Each queue has a vector clock: its own position and the latest position of every other queue that it knows to be
-    past. `races` lists pairs of accesses to one memory, one of them a write, that no chain of events orders.
+    Each queue, and the host, has a vector clock: its own position and the latest position of every other queue that it
+    knows to be past. `races` lists pairs of accesses to one memory, one of them a write, that no chain of events orders.
     """
 
-    clocks: dict[str, dict[str, int]] = field(default_factory=lambda: {q: dict.fromkeys(QUEUES, 0) for q in QUEUES})
+    clocks: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {q: dict.fromkeys((*QUEUES, "host"), 0) for q in (*QUEUES, "host")}
+    )
     accesses: list[Access] = field(default_factory=list)
 
     def record(self, queue: str) -> dict[str, int]:
@@ -101,9 +111,14 @@ class RecordingStreams(Streams):
         for q, time in (event or {}).items():
             mine[q] = max(mine[q], time)
 
+    def wait_on_host(self, event: dict[str, int] | None) -> None:
+        for queue in self.clocks:  # what the host issues afterwards starts afterwards
+            self.wait(queue, event)
+
     def touch(self, queue: str, buffer: str, write: bool) -> None:
         mine = self.clocks[queue]
         mine[queue] += 1
+        mine["host"] = self.clocks["host"]["host"]  # what the host did before it issued this
         self.accesses.append(Access(queue, buffer, write, mine[queue], dict(mine)))
 
     def races(self, share: Callable[[str, str], bool] = operator.eq) -> list[tuple[Access, Access]]:

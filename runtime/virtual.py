@@ -180,10 +180,10 @@ class VirtualWorld(World):
         return values
 
     def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:
-        return part.clone()
+        return part.to(self.device, copy=True)
 
     def gather_to_first(self, flat: FlatParameter, part: Tensor) -> Tensor | None:
-        return part.clone()
+        return part.to(self.device, copy=True)
 
     def scatter_from_first(self, flat: FlatParameter, full: Tensor | None) -> Tensor:
         assert full is not None

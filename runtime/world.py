@@ -35,7 +35,9 @@ Issue = Callable[[Any], Pending]
 
 
 class World(ABC):
-    """W ranks; each shard group of F holds one copy of the parameters; `data_ranks` bring a batch (the divisor)."""
+    """W ranks; each shard group of F holds one copy of the parameters; `data_ranks` bring a batch (the divisor).
+
+    Parts that are given to be gathered may be in host memory; what is gathered is on `device`."""
 
     W: int
     F: int
@@ -128,7 +130,7 @@ class World(ABC):
 
     @abstractmethod
     def reduce_small(self, values: Tensor, op: str) -> Tensor:
-        """Reduce a small tensor over the shard group, op "sum" or "max"."""
+        """Reduce a small tensor over the shard group, op "sum" or "max"; the result is where `values` are."""
 
     @abstractmethod
     def gather_flat(self, flat: FlatParameter, part: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ LANE_NOTES = {
 
 MARKS = {
     "cast_shard": ("CAST", "the shard, to the gathered dtype"),
+    "load_shard": ("LOAD", "the shard, from host memory"),
+    "store_grad": ("STORE", "the reduced gradient, to host memory"),
     "presence": ("ANY", "which gradients exist on any rank"),
     "free": ("FREE", "gathered parameters"),
     "wait": ("WAIT", "for a collective"),
@@ -39,8 +41,8 @@ MARKS = {
     "keep_shard": ("KEEP", "a sum of the shard group, for a later reduce"),
 }
 
-ABOVE, BELOW = ("cast_shard", "presence", "free", "wait-down"), (
-    "wait-up", "accumulate_grad", "flatten_grads", "keep_grads", "keep_shard"
+ABOVE, BELOW = ("cast_shard", "load_shard", "presence", "free", "wait-down"), (
+    "wait-up", "store_grad", "accumulate_grad", "flatten_grads", "keep_grads", "keep_shard"
 )  # fmt: skip
 """Rows of marks over and under the bars, downwards; a WAIT stands on the side of the queue it waits for."""
 

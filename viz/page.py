@@ -39,7 +39,7 @@ SHEET = "".join(
         f".none{{fill:#dde1e6;stroke:{style.FAINT}}}",
         f".halo{{stroke:{style.PAPER};stroke-width:3;stroke-linejoin:round;paint-order:stroke}}",
         f".exposed{{fill:url(#hatch);stroke:{style.EXPOSED}}}",
-        f".wait,.accumulate_grad,.cast_shard,.presence{{fill:{style.INK};stroke:none}}",
+        f".wait,.accumulate_grad,.cast_shard,.load_shard,.store_grad,.presence{{fill:{style.INK};stroke:none}}",
         f".free{{fill:{style.PAPER};stroke:{style.INK};stroke-width:1.1}}",
         f".flatten_grads,.keep_grads,.keep_shard{{fill:{style.GRADIENTS};stroke:none}}",
         f".arrow{{fill:none;stroke:{style.INK};opacity:.55}}.limit{{stroke-dasharray:3 2}}",

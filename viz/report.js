@@ -388,7 +388,7 @@
     context.restore();
   }
 
-  const MARK_SHAPES = { wait: "up", accumulate_grad: "diamond", keep_grads: "diamond", keep_shard: "diamond", free: "ring", flatten_grads: "square", cast_shard: "square", presence: "flat" };
+  const MARK_SHAPES = { wait: "up", accumulate_grad: "diamond", keep_grads: "diamond", keep_shard: "diamond", free: "ring", flatten_grads: "square", cast_shard: "square", load_shard: "square", store_grad: "square", presence: "flat" };
 
   function markSize() { return Math.min(4.4, Math.max(1.4, 0.2 * scale())); }
 

@@ -335,15 +335,17 @@ class _Lives:
         one = {(info(n).kind, flat): n for n in phase.graph.nodes for flat in info(n).flats}
         for node in phase.graph.nodes:
             found = info(node)
-            whole = found.kind == "cast_shard" and found.queue == "compute"  # at F = 1 the cast is the whole unshard
+            whole = (
+                found.kind in ops.UNSHARDS_LOCALLY and found.queue == "compute"
+            )  # at F = 1 the cast is the whole unshard
             if found.kind == "all_gather" or whole:
                 if kept := [flat for flat in found.flats if flat not in schedule.resident]:
                     frees = [one[("free", flat)] for flat in kept if ("free", flat) in one]
                     self._add(node, max(frees, default=None), "gathered")
             elif found.kind in ("flatten_grads", "reduce_scatter", "all_reduce"):
                 end = one.get(("accumulate_grad", found.flat or "")) or one.get(("keep_shard", found.flat or ""))
-                if found.kind == "flatten_grads" and end is not None and schedule.F > 1:
-                    end = cast(fx.Node, end.args[0])  # once reduced, only the shard is needed
+                if end is not None and (schedule.offloaded or (found.kind == "flatten_grads" and schedule.F > 1)):
+                    end = cast(fx.Node, end.args[0])  # once reduced, only the shard is needed, or its copy on the host
                 self._add(node, end, "gradients")
         for task in tasks:
             if task.node in self.begins:

@@ -104,7 +104,7 @@ def _load_unit(storage: FlatStorage, names: list[str | None], given: Mapping[str
     if not any(names):
         return
     flat, world = storage.flat, storage.world
-    full = torch.zeros(flat.padded_numel if world.is_first else 0, dtype=flat.dtype, device=storage.shard.device)
+    full = torch.zeros(flat.padded_numel if world.is_first else 0, dtype=flat.dtype, device=world.device)
     if world.is_first:
         for whole, name in zip(flat.wholes(full), names):
             if name is not None:

@@ -97,7 +97,15 @@ def diff(a: Schedule, b: Schedule) -> ScheduleDiff:
         if line[0] in "-+"
     ]
     settings += [line for name in names for line in _operators_differ(name, a, b)]
-    plain = ("rate_limit", "rate_limit_bytes", "num_batches", "gradient_divisor", "held_shards", "direct_exchange")
+    plain = (
+        "rate_limit",
+        "rate_limit_bytes",
+        "num_batches",
+        "gradient_divisor",
+        "held_shards",
+        "direct_exchange",
+        "offloaded",
+    )
     for field in plain:
         if getattr(a, field) != getattr(b, field):
             settings += [f"- {field}={getattr(a, field)}", f"+ {field}={getattr(b, field)}"]

@@ -24,7 +24,7 @@ from fxshard.ir.nodes import INFO, NodeInfo, Slot, hint, user_line
 from fxshard.ir.phase import Phase
 from fxshard.ir.schedule import Accumulation, MemoryPlan, Origin, PassRecord, Remark, Schedule
 
-FORMAT, VERSION = "fxshard schedule", 2
+FORMAT, VERSION = "fxshard schedule", 3
 
 _WRITTEN = "fxshard_value"
 """Where a value keeps how it was written, device and expressions included: on the tensor, or in `node.meta`."""
@@ -33,7 +33,7 @@ _Overload = type(torch.ops.aten.mm.default)
 
 _PLAIN = (
     "W", "F", "rate_limit", "rate_limit_bytes", "needs_presence", "direct_exchange", "held_shards", "num_batches",
-    "gradient_divisor",
+    "gradient_divisor", "offloaded",
 )  # fmt: skip
 
 

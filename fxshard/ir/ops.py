@@ -8,6 +8,7 @@ and one of names, and each member has a `wait`, views and a `free` of its own.
 | kind | queue | meaning |
 |---|---|---|
 | cast_shard | unshard | one cast per FlatParameter to its parameter dtype |
+| load_shard | unshard | the same of a shard in host memory: copied to the device, cast if need be |
 | all_gather | unshard | issue; a pending full buffer (padded numel,), or one for each member of a bucket |
 | wait | compute, replicate | the queue waits for a pending result and returns it |
 | param_view | - | zero-copy view of one parameter: offset, shape, stride |
@@ -15,6 +16,7 @@ and one of names, and each member has a `wait`, views and a `free` of its own.
 | flatten_grads | compute | gradients to the flat buffer (padded numel,), cast, divided by `divisor`, with what was `kept` |
 | reduce_scatter | reduce | issue; sum within the shard group, this rank's (S,) |
 | all_reduce | replicate | issue; sum across the replicate group, with what was `kept` |
+| store_grad | reduce, replicate | issue; the reduced shard in host memory, on the queue of the collective before it |
 | accumulate_grad | compute | the reduced shard becomes, or is added to, `.grad` |
 | keep_grads | compute | gradients, divided, are added to what is kept unsharded until a later backward reduces it |
 | keep_shard | compute | the sum of the shard group is added to what is kept until a later backward's AllReduce |
@@ -33,6 +35,10 @@ from torch import Tensor
 
 def cast_shard(shard: Tensor, flat: str, dtype: torch.dtype) -> Tensor:
     return shard.to(dtype)
+
+
+def load_shard(shard: Tensor, flat: str, dtype: torch.dtype) -> Tensor:
+    return shard.to(dtype, copy=True)
 
 
 def all_gather(shard: Tensor | tuple[Tensor, ...], flat: str | tuple[str, ...]) -> Tensor | dict[str, Tensor]:
@@ -77,6 +83,10 @@ def all_reduce(shard: Tensor, flat: str, kept: bool = False) -> Tensor:
     return shard
 
 
+def store_grad(shard: Tensor, flat: str) -> Tensor:
+    return shard.clone()
+
+
 def accumulate_grad(shard: Tensor, flat: str, present: Any = None, start: int = 0) -> None:
     return None
 
@@ -103,6 +113,7 @@ KINDS: dict[Callable[..., Any], str] = {
     f: f.__name__
     for f in (
         cast_shard,
+        load_shard,
         all_gather,
         wait,
         param_view,
@@ -110,6 +121,7 @@ KINDS: dict[Callable[..., Any], str] = {
         flatten_grads,
         reduce_scatter,
         all_reduce,
+        store_grad,
         accumulate_grad,
         keep_grads,
         keep_shard,
@@ -125,6 +137,9 @@ MODEL_KINDS = ("argument", "tangent", "parameter", "compute")
 NODE_KINDS = (*sorted(KINDS.values()), "shard", "resident", *MODEL_KINDS)
 """Every kind a node may have; `shard` and `resident` are placeholders for memory the runtime holds."""
 
+UNSHARDS_LOCALLY = ("cast_shard", "load_shard")
+"""What a shard goes through before its gather; with F = 1, which has none, it is the whole unshard."""
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 GROUPS = {
@@ -137,13 +152,14 @@ GROUPS = {
 
 QUEUES = {
     "cast_shard": "unshard",
+    "load_shard": "unshard",
     "all_gather": "unshard",
     "throttle": "unshard",
     "reduce_scatter": "reduce",
     "all_reduce": "replicate",
     "presence": "replicate",
 }
-"""Queue of each kind; everything else is on the compute queue, a `wait` on the queue its info names."""
+"""Queue of each kind; everything else is on the compute queue, a `wait` and a `store_grad` on the queue its info names."""
 
 QUEUE_ORDER = ("unshard", "compute", "reduce", "replicate")
 """Columns of text from left to right and lanes of pictures from top to bottom: what feeds compute before it, what compute
@@ -154,12 +170,14 @@ COMMUNICATORS = {QUEUES[kind]: GROUPS[kind] for kind in COLLECTIVES}
 
 LABELS = {
     "cast_shard": "CAST",
+    "load_shard": "LOAD",
     "all_gather": "AG",
     "wait": "WAIT",
     "free": "FREE",
     "flatten_grads": "FLAT",
     "reduce_scatter": "RS",
     "all_reduce": "AR",
+    "store_grad": "STORE",
     "accumulate_grad": "ACC",
     "keep_grads": "KEEP",
     "keep_shard": "KEEP",

@@ -158,7 +158,7 @@ class Phase:
 
         An input, a user, a FREE of memory it reads or a reader of what it frees, a write to memory they share, another
         random operator or write, a collective of the same kind and FlatParameter and, where ranks have agreed on the order of
-        collectives, any collective. A cast and a throttle travel with their gather.
+        collectives, any collective. A cast, a load and a throttle travel with their gather, a STORE with its reduce.
         """
         if node.op in _FIXED or anchor.op in ("placeholder", "get_attr"):
             return anchor
@@ -174,14 +174,15 @@ class Phase:
         return None
 
     def _travelling(self, node: fx.Node) -> list[fx.Node]:
-        """The node and what goes with it, in order: a gather's cast and the throttle that holds it back, a WAIT's views."""
-        own = [i for i in node.all_input_nodes if info(i).kind == "cast_shard" and list(i.users) == [node]]
+        """The node and what goes with it, in order: a gather's CAST or LOAD and the throttle that holds it back, a WAIT's
+        views, a reduce's STORE."""
+        own = [i for i in node.all_input_nodes if info(i).kind in ops.UNSHARDS_LOCALLY and list(i.users) == [node]]
         before = node.prev
         while info(node).kind == "all_gather" and (before in own or self._throttles(before, node)):
             if before not in own:
                 own.append(before)
             before = before.prev
-        return [*sorted(own), node, *(u for u in node.users if info(u).kind == "param_view")]
+        return [*sorted(own), node, *(u for u in node.users if info(u).kind in ("param_view", "store_grad"))]
 
     @staticmethod
     def _throttles(throttle: fx.Node, gather: fx.Node) -> bool:
@@ -210,7 +211,7 @@ class Phase:
 
     def move_before(self, node: fx.Node, anchor: fx.Node, by: str | None = None) -> bool:
         """Put `node`, with what goes with it, right before `anchor`, earlier or later than it stands. A gather takes its cast
-        and its throttle along, a WAIT the views of what it waits for.
+        and its throttle along, a WAIT the views of what it waits for, a reduce its STORE.
 
         Returns whether anything moved. Raises ScheduleError, naming the node that pins it, where the move would break a
         dependency, reorder what ranks agreed on, or exceed a rate limit that holds already; nothing has moved then. A
@@ -303,8 +304,8 @@ class Phase:
         members = [flat for flat in self.flats.values() if flat.name in shards]
         names = tuple(flat.name for flat in members)
         throttles = [n for n in self._travelling(first) if info(n).kind == "throttle"]
-        for cast in [n for g in gathers for n in self._travelling(g) if info(n).kind == "cast_shard"]:
-            first.prepend(cast)
+        for own in [n for g in gathers for n in self._travelling(g) if info(n).kind in ops.UNSHARDS_LOCALLY]:
+            first.prepend(own)
         with self.graph.inserting_before(first):
             bucket = self.call(
                 ops.all_gather,

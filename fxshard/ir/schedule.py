@@ -103,6 +103,8 @@ class MemoryPlan:
     """Buffers kept from forward to backward; they lie outside the arena."""
     peak_gathered_bytes: int = 0
     """Most bytes of gathered parameters alive at once, residents included."""
+    host_bytes: int = 0
+    """Size of the arena in host memory, of gradients on their way to `.grad`, where shards are offloaded."""
     peak_gradient_bytes: int = 0
     """Most bytes of unsharded gradients and reduce staging alive at once."""
     saved_weight_bytes: int = 0
@@ -156,6 +158,8 @@ class Schedule:
     """Whether collectives need staging memory of ours (direct exchange) or bring their own (NCCL, virtual)."""
     held_shards: int = 1
     """Shards a process holds: 1, or all F in a virtual world."""
+    offloaded: bool = False
+    """Whether shards and gradients are in host memory."""
     resident: set[str] = field(default_factory=set)
     """FlatParameters that stay gathered from forward to backward."""
     established: set[str] = field(default_factory=set)
@@ -290,7 +294,7 @@ class Schedule:
             resident = graph.create_node("placeholder", name, name=name)
         resident.meta[INFO] = NodeInfo("resident", flat, layout.unit, by=by, num_bytes=layout.full_bytes)
         full.replace_all_uses_with(resident)
-        for kind in ("wait", "all_gather", "cast_shard", "shard"):
+        for kind in ("wait", "all_gather", *ops.UNSHARDS_LOCALLY, "shard"):
             for node in reversed(self.backward.nodes(kind, flat)):
                 if not node.users and info(node).queue in ("compute", "unshard"):
                     graph.erase_node(node)

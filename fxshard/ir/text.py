@@ -85,6 +85,7 @@ def memory_line(schedule: Schedule) -> str:
         f"memory  arena {bytes_text(memory.arena_bytes)}  residents {bytes_text(memory.resident_bytes)}"
         f"  peak gathered {bytes_text(memory.peak_gathered_bytes)}"
         f"  peak gradients {bytes_text(memory.peak_gradient_bytes)}"
+        + (f"  arena on the host {bytes_text(memory.host_bytes)}" if schedule.offloaded else "")
         + (f"  weights kept {bytes_text(memory.saved_weight_bytes)}" if memory.saved_weight_bytes else "")
         + (f"  gradients kept {bytes_text(memory.kept_bytes)}" if memory.kept_bytes else "")
     )

@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], dict[str, Any]]] = 
     "resnet": (lambda: (models.resnet_small(), models.resnet_small_inputs()), {"F": 2, "W": 4}),
     "mlp": (lambda: (models.mlp_odd(), models.mlp_odd_inputs()), {"F": 3, "W": 6}),
     "llama": (llama, {"F": 2, "W": 4, "mixed_precision": fxshard.MixedPrecision(torch.bfloat16, torch.float32)}),
+    "offloaded": (gpt, {"F": 2, "W": 4, "cpu_offload": True}),
     "stirred": (lambda: (Stirred(), (batches(1)[0],)), {"F": 2, "W": 4, "units": Block}),
 }
 
@@ -163,7 +164,7 @@ def two_slots_overlapped(s: Schedule) -> str:
 def the_limit_exceeded(s: Schedule) -> str:
     counted = [n for n in s.forward.all_gathers if s.counts(info(n).flat or "")]
     last = counted[-1]
-    for member in [n for n in (last.prev, last) if info(n).kind in ("cast_shard", "all_gather")]:
+    for member in [n for n in (last.prev, last) if info(n).kind in ("cast_shard", "load_shard", "all_gather")]:
         counted[0].append(member)
     return f"'{info(last).flat}'"
 
@@ -220,6 +221,57 @@ def a_gradient_reduced_before_it_is_whole(s: Schedule) -> str:
     return describe(node)
 
 
+def a_load_left_out(s: Schedule) -> str:
+    node = middle(s.forward, "load_shard")
+    node.replace_all_uses_with(node.args[0])
+    s.forward.graph.erase_node(node)
+    return f"AG {info(node).flat} gathers '{info(node).flat}' without its LOAD"
+
+
+def a_store_left_out(s: Schedule) -> str:
+    node = middle(s.backward, "store_grad")
+    node.replace_all_uses_with(node.args[0])
+    s.backward.graph.erase_node(node)
+    return f"'{info(node).flat}' is not brought to the host by one STORE"
+
+
+def a_gradient_accumulated_on_the_device(s: Schedule) -> str:
+    """The STORE is there, and ACC reads what was there before it."""
+    node = middle(s.backward, "store_grad")
+    wait = next(iter(node.users))
+    wait.update_arg(0, node.args[0])
+    return f"AR {info(node).flat} has 2 waits"
+
+
+def a_store_on_the_wrong_queue(s: Schedule) -> str:
+    node = middle(s.backward, "store_grad")
+    info(node).queue = "compute"
+    return describe(node)
+
+
+def two_gradients_over_each_other_on_the_host(s: Schedule) -> str:
+    first, second = s.backward.nodes("store_grad")[:2]
+    slot: Slot = first.meta["slot"]
+    second.meta["slot"] = dataclasses.replace(second.meta["slot"], offset=slot.offset, after=())
+    return f"over {describe(first)}"
+
+
+def a_slot_beyond_the_hosts_arena(s: Schedule) -> str:
+    s.memory.host_bytes -= 16
+    node = max(s.backward.nodes("store_grad"), key=lambda n: n.meta["slot"].offset + n.meta["slot"].num_bytes)
+    return describe(node)
+
+
+OFFLOADED = {
+    "within_the_limit": the_limit_exceeded,
+    "reads_its_own_flat_parameter": a_load_left_out,
+    "reduced_exactly_once": a_store_left_out,
+    "one_wait_for_each_issue": a_gradient_accumulated_on_the_device,
+    "on_its_queue_and_group": a_store_on_the_wrong_queue,
+    "slots_do_not_overlap": two_gradients_over_each_other_on_the_host,
+    "every_buffer_has_a_slot": a_slot_beyond_the_hosts_arena,
+}
+
 EVERYWHERE = {
     "one_wait_for_each_issue": (a_wait_dropped,),
     "used_only_while_gathered": (freed_early, used_after_the_free_through_a_view),
@@ -235,8 +287,11 @@ EVERYWHERE = {
     "freed_or_resident": (never_freed,),
     "inputs_precede_uses": (a_gradient_reduced_before_it_is_whole,),
 }
-CASES = [(m, rule, c) for m in MODELS for rule, corruptions in EVERYWHERE.items() for c in corruptions]
+CASES = [
+    (m, rule, c) for m in MODELS if m != "offloaded" for rule, corruptions in EVERYWHERE.items() for c in corruptions
+]
 CASES += [(m, "effects_as_captured", a_buffer_mutation_lost) for m in ("resnet", "stirred")]
+CASES += [("offloaded", rule, corruption) for rule, corruption in OFFLOADED.items()]
 CASES += [(m, "effects_as_captured", a_random_operator_recomputed) for m in ("gpt", "stirred")]
 
 

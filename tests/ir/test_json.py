@@ -99,7 +99,7 @@ def test_numbers_json_does_not_have():
     [
         ("{", "not a schedule: "),
         ("[]", "its format is not 'fxshard schedule'"),
-        ('{"format": "fxshard schedule", "version": 99}', "of version 99; this fxshard reads version 2"),
+        ('{"format": "fxshard schedule", "version": 99}', "of version 99; this fxshard reads version 3"),
     ],
 )
 def test_what_is_no_schedule_is_refused(text, message):

@@ -27,18 +27,20 @@ def train(streams, F, contributors, steps=2, **options):
                 tokens = torch.randint(32, (2, 8))
                 model(tokens=tokens, targets=tokens).backward()
         for flat in state.flats:
-            streams.touch("compute", f"shard:{flat}", True)
+            streams.touch("host" if options.get("cpu_offload") else "compute", f"shard:{flat}", True)
     return model
 
 
 def shares_memory(schedule):
-    """Whether two recorded buffer names have bytes in common: shards and residents by name, the rest by slot."""
-    slots = {f"{p.name}:{n.name}": n.meta["slot"] for p in schedule.phases for n in p.graph.nodes if "slot" in n.meta}
+    """Whether two recorded buffer names have bytes in common: shards and residents by name, the rest by arena and slot."""
+    nodes = {f"{p.name}:{n.name}": n for p in schedule.phases for n in p.graph.nodes if "slot" in n.meta}
+    slots = {name: n.meta["slot"] for name, n in nodes.items()}
+    on_host = {name for name, n in nodes.items() if info(n).kind == "store_grad"}
 
     def share(a: str, b: str) -> bool:
         if a == b:
             return True
-        if a not in slots or b not in slots:
+        if a not in slots or b not in slots or (a in on_host) != (b in on_host):
             return False
         x, y = slots[a], slots[b]
         return x.offset < y.offset + y.num_bytes and y.offset < x.offset + x.num_bytes
@@ -57,6 +59,11 @@ CONFIGURATIONS = [
         2, 4, {"mixed_precision": fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)}, id="bf16-hybrid"
     ),
     pytest.param(1, 2, {"mixed_precision": fxshard.MixedPrecision(param=torch.bfloat16)}, id="bf16-replicate"),
+    pytest.param(4, 1, {"cpu_offload": True}, id="offload"),
+    pytest.param(
+        2, 4, {"cpu_offload": True, "mixed_precision": fxshard.MixedPrecision(torch.bfloat16)}, id="offload-hybrid"
+    ),
+    pytest.param(1, 2, {"cpu_offload": True}, id="offload-replicate"),
 ]
 
 
@@ -77,6 +84,35 @@ def test_every_access_is_ordered(F, contributors, options):
             flat = info(gather).flat
             label = f"resident:{flat}" if flat in schedule.resident else f"{phase.name}:{gather.name}"
             assert label in written and label in read
+
+
+class Impatient(RecordingStreams):
+    """A host that does not wait for copies from and to its memory."""
+
+    def wait_on_host(self, event):
+        return None
+
+
+def test_the_host_waits_for_gradients_before_it_reads_them():
+    streams = Impatient()
+    model = train(streams, 2, 4, cpu_offload=True)
+    stores = {f"backward:{n.name}" for n in model.schedule.backward.nodes("store_grad")}
+    races = streams.races(shares_memory(model.schedule))
+    assert {a.buffer for a, b in races if a.queue == "replicate" and b.queue == "host"} == stores
+
+
+@pytest.mark.parametrize("streams", [RecordingStreams(), Impatient()], ids=["waits", "does-not"])
+def test_the_host_waits_for_shards_to_be_read_before_it_writes_them(streams):
+    """After a forward alone, which no gradient follows."""
+    model = train(RecordingStreams(), 4, 1, steps=0, cpu_offload=True)
+    state = model.__dict__["_fxshard"]
+    state.executor.streams = streams
+    with torch.no_grad():
+        model(tokens=torch.zeros(2, 8, dtype=torch.int64))
+    for flat in state.flats:
+        streams.touch("host", f"shard:{flat}", True)
+    raced = {a.buffer for a, b in streams.races() if b.queue == "host"}
+    assert raced == ({f"shard:{flat}" for flat in state.flats} if isinstance(streams, Impatient) else set())
 
 
 class Forgetful(RecordingStreams):
@@ -128,7 +164,7 @@ class TwoCallers(RecordingStreams):
 
     def __init__(self):
         super().__init__()
-        names = (*QUEUES, "other")
+        names = (*QUEUES, "host", "other")
         self.clocks = {q: dict.fromkeys(names, 0) for q in names}
         self.caller = "compute"
 

@@ -15,7 +15,8 @@ from fxshard.ir.schedule import Schedule
 
 
 def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Each gradient enters one FLAT, one RS if F > 1, one AR if replicas > 1, one ACC, and leaves no other way. What stays
+    """Each gradient enters one FLAT, one RS if F > 1, one AR if replicas > 1, one STORE if it goes to the host, one ACC, and
+    leaves no other way. What stays
     behind for a later backward enters one KEEP instead: of whole gradients, or after the RS. What earlier backwards kept
     enters once too."""
     if phase.name != "backward":
@@ -67,7 +68,7 @@ def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
 def _chain(schedule: Schedule, phase: Phase, flat: FlatParameter, start: fx.Node) -> list[Problem]:
     """What is wrong between a FLAT and where its gradient ends."""
     problems: list[Problem] = []
-    value = start
+    value = made = start
     keep = schedule.accumulation.keep == "sharded"
     for kind, needed in (("reduce_scatter", flat.F > 1), ("all_reduce", schedule.replicas > 1 and not keep)):
         found = phase.nodes(kind, flat.name)
@@ -77,7 +78,13 @@ def _chain(schedule: Schedule, phase: Phase, flat: FlatParameter, start: fx.Node
         if needed:
             if found[0].args[0] is not value:
                 problems.append((found[0], f"{kind} of '{flat.name}' does not read what comes before it"))
-            value = next(iter(found[0].users), found[0])
+            made, value = found[0], next(iter(found[0].users), found[0])
+    if schedule.offloaded and not keep:
+        stores = phase.nodes("store_grad", flat.name)
+        if len(stores) == 1 and stores[0].args[0] is made:
+            value = next(iter(stores[0].users), stores[0])
+        else:
+            problems.append((start, f"the reduced gradient of '{flat.name}' is not brought to the host by one STORE"))
     accumulated, kept = phase.nodes("accumulate_grad", flat.name), phase.nodes("keep_shard", flat.name)
     if not keep:
         texts = ((n, _wrong_flags(schedule, n, list(start.args[0]))) for n in accumulated)  # type: ignore[arg-type]

@@ -85,11 +85,11 @@ def gradients_within_the_limit(schedule: Schedule, phase: Phase) -> list[Problem
 
 
 def _is_reduce(node: object) -> bool:
-    return isinstance(node, fx.Node) and info(node).kind in ("reduce_scatter", "all_reduce")
+    return isinstance(node, fx.Node) and info(node).kind in ("reduce_scatter", "all_reduce", "store_grad")
 
 
 def every_buffer_has_a_slot(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """What needs memory has a slot of at least its size, 16-byte aligned, inside the arena."""
+    """What needs memory has a slot of at least its size, 16-byte aligned, inside the arena; a STORE in the one on the host."""
     problems = []
     for node in phase.graph.nodes:
         size = _bytes_needed(schedule, node)
@@ -98,16 +98,16 @@ def every_buffer_has_a_slot(schedule: Schedule, phase: Phase) -> list[Problem]:
             problems.append((node, f"{describe(node)} needs {size} bytes and has no slot"))
         elif slot is not None and slot.num_bytes < size:
             problems.append((node, f"the slot of {describe(node)} has {slot.num_bytes} bytes, it needs {size}"))
-        if slot is not None and (
-            slot.offset % 16 or slot.offset < 0 or slot.offset + slot.num_bytes > schedule.memory.arena_bytes
-        ):
+        memory = schedule.memory
+        arena_bytes = memory.host_bytes if info(node).kind == "store_grad" else memory.arena_bytes
+        if slot is not None and (slot.offset % 16 or slot.offset < 0 or slot.offset + slot.num_bytes > arena_bytes):
             where = f"{slot.offset} to {slot.offset + slot.num_bytes}"
             problems.append((node, f"the slot of {describe(node)}, {where}, is not aligned or not inside the arena"))
     return problems
 
 
 def _bytes_needed(schedule: Schedule, node: fx.Node) -> int:
-    """Bytes of the arena a node needs: its result and, over direct exchange, what is received before it is summed."""
+    """Bytes of an arena a node needs: its result and, over direct exchange, what is received before it is summed."""
     if members := [schedule.flats[name] for name in info(node).members if info(node).kind == "all_gather"]:
         staged = sum(f.full_bytes for f in members) if schedule.direct_exchange else 0
         return sum(f.full_bytes for f in members if f.name not in schedule.resident) + staged
@@ -116,15 +116,19 @@ def _bytes_needed(schedule: Schedule, node: fx.Node) -> int:
         return 0
     S, wire = flat.shard_numel, flat.reduce_dtype.itemsize
     staged = wire if schedule.direct_exchange else 0
-    if kind in ("all_gather", "cast_shard"):
+    if kind in ("all_gather", *ops.UNSHARDS_LOCALLY):
         gathered = kind == "all_gather" or flat.F == 1
-        if gathered and flat.name in schedule.resident:
-            return 0
-        return flat.full_bytes if gathered else schedule.held_shards * S * flat.param_dtype.itemsize
+        cast = kind == "load_shard" and flat.param_dtype != flat.dtype  # what came from the host lies beside it
+        loaded = schedule.held_shards * S * flat.dtype.itemsize if cast else 0
+        if gathered:
+            return loaded + (0 if flat.name in schedule.resident else flat.full_bytes)
+        return loaded + schedule.held_shards * S * flat.param_dtype.itemsize
     if kind == "flatten_grads":
         return flat.grad_bytes
     if kind == "reduce_scatter":
         return schedule.held_shards * S * schedule.reduced_dtype(flat).itemsize + (flat.F - 1) * S * staged
+    if kind == "store_grad":
+        return schedule.held_shards * S * schedule.reduced_dtype(flat).itemsize
     if kind == "all_reduce":
         return (schedule.replicas - 1) * -(-S // schedule.replicas) * staged
     return 0
@@ -146,8 +150,8 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Two buffers alive at the same time never share bytes; a reused slot waits for the node that ended its last use."""
     position = {node: i for i, node in enumerate(phase.graph.nodes)}
     by_name = {node.name: node for node in position}
-    owners: list[tuple[int, int, _Life]] = []
-    """Who had which bytes last, in pieces that do not overlap."""
+    arenas: dict[bool, list[tuple[int, int, _Life]]] = {False: [], True: []}
+    """Who had which bytes last, in pieces that do not overlap; of the device's arena and of the host's."""
     problems = []
     for node in phase.graph.nodes:
         slot: Slot | None = node.meta.get("slot")
@@ -160,7 +164,8 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
         waited = [(info(n).queue, position[n]) for n in events if info(n).kind in ops.LABELS and n < node]
         told: set[fx.Node] = set()
         kept = [(begin, stop, life)]
-        for low, high, other in owners:
+        on_host = info(node).kind == "store_grad"
+        for low, high, other in arenas[on_host]:
             if low < stop and begin < high:
                 if other.end >= life.start and other.node not in told:
                     problems.append(
@@ -173,7 +178,7 @@ def slots_do_not_overlap(schedule: Schedule, phase: Phase) -> list[Problem]:
                 kept += [(x, y, other) for x, y in ((low, begin), (stop, high)) if low <= x < y <= high]
             else:
                 kept.append((low, high, other))
-        owners = kept
+        arenas[on_host] = kept
     return problems
 
 
@@ -187,14 +192,17 @@ def _needed_until(phase: Phase, node: fx.Node) -> fx.Node:
         # A resident member of a bucket, which has no FREE, has memory of its own: its WAIT ends what it needs of the slot.
         frees = [f for wait in node.users for f in phase.nodes("free", info(wait).flat)]
         return max([node, *node.users, *frees, *(u for f in frees for u in storage_users(f.args[0]))])  # type: ignore[arg-type]
-    if kind == "cast_shard":
+    if kind in ops.UNSHARDS_LOCALLY:
         users = list(storage_users(node))  # the first WAIT of a bucket's members ends the whole exchange
         return max([node, *users] + [min(u.users, default=u) for u in users if info(u).kind == "all_gather"])
     chain, last = [node], node
     while chain:
         current = chain.pop()
         last = max(last, current)
-        if info(current).kind in ("flatten_grads", "reduce_scatter", "all_reduce") or info(current).kind == "wait":
+        if info(current).kind in ("flatten_grads", "reduce_scatter", "all_reduce", "store_grad", "wait"):
+            stored = info(current.args[0]).kind == "store_grad" if info(current).kind == "wait" else False  # type: ignore[arg-type]
+            if stored and kind != "store_grad":
+                continue  # what is on the host needs the device's memory no more
             same = [u for u in current.users if info(u).kind != "free"]
             ended = info(current).kind == "wait" and info(current).queue == "compute" and not in_place
             if kind == "flatten_grads" and ended:

@@ -26,12 +26,14 @@ def inputs_precede_uses(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 
 def one_wait_for_each_issue(schedule: Schedule, phase: Phase) -> list[Problem]:
-    """Every collective has exactly one WAIT, and only the WAIT reads what it returns."""
+    """Every collective has exactly one WAIT, and only the WAIT reads what it returns; a STORE stands between them where
+    gradients go to host memory."""
     problems = []
     for node in phase.nodes():
-        if info(node).kind in ("all_gather", "reduce_scatter", "all_reduce", "presence"):
-            waits = [u for u in node.users if info(u).kind == "wait"]
-            others = [u for u in node.users if info(u).kind != "wait"]
+        if info(node).kind in ("all_gather", "reduce_scatter", "all_reduce", "presence", "store_grad"):
+            stores = info(node).kind in ("reduce_scatter", "all_reduce") and schedule.offloaded
+            waits = [u for u in node.users if info(u).kind == "wait" or (stores and info(u).kind == "store_grad")]
+            others = [u for u in node.users if u not in waits]
             members, waited = sorted(info(node).members), sorted(info(w).flat or "" for w in waits)
             if members and (waited != members or len({*members}) < len(members)):
                 text = f"is of {', '.join(map(repr, members))} and has waits for {', '.join(map(repr, waited))}"
@@ -59,8 +61,9 @@ def reads_its_own_flat_parameter(schedule: Schedule, phase: Phase) -> list[Probl
                 problems.append((node, f"{describe(node)} reads {describe(source)}, of '{info(source).flat}'"))
             layout = schedule.flats.get(flat)
             cast = layout is not None and layout.param_dtype != layout.dtype
-            if found.kind == "all_gather" and cast and isinstance(source, fx.Node) and info(source).kind == "shard":
-                problems.append((node, f"{describe(node)} gathers '{flat}' without its CAST"))
+            before = "load_shard" if schedule.offloaded else "cast_shard" if cast else None
+            if found.kind == "all_gather" and before and isinstance(source, fx.Node) and info(source).kind != before:
+                problems.append((node, f"{describe(node)} gathers '{flat}' without its {ops.LABELS[before]}"))
     return problems
 
 
@@ -92,7 +95,9 @@ def _queue(node: fx.Node) -> str:
     if kind == "wait":
         chained = any(info(user).kind == "all_reduce" for user in node.users)
         return "replicate" if chained else "compute"
-    if kind == "cast_shard":
+    if kind == "store_grad":
+        return "replicate" if info(node.args[0]).kind == "all_reduce" else "reduce"  # type: ignore[arg-type]
+    if kind in ops.UNSHARDS_LOCALLY:
         return "unshard" if any(info(user).kind == "all_gather" for user in node.users) else "compute"
     return ops.QUEUES.get(kind, "compute")
 
@@ -104,7 +109,7 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
         layout = {p.fqn: (offset, p.shape, p.stride) for p, offset in zip(flat.parameters, flat.offsets)}
         for view in phase.views(flat.name):
             source, fqn, *place = view.args
-            if isinstance(source, fx.Node) and info(source).kind not in _held(flat):
+            if isinstance(source, fx.Node) and info(source).kind not in _held(flat, schedule.offloaded):
                 problems.append((view, f"{describe(view)} reads {describe(source)}, which is not gathered"))
             if tuple(place) != layout.get(str(fqn)):
                 problems.append((view, f"{describe(view)} is at {tuple(place)}, not at {layout.get(str(fqn))}"))
@@ -115,7 +120,7 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
                     source = dict(zip(info(source).members, sent)).get(info(reader).flat or "")
             if not isinstance(source, fx.Node) or info(source).flat != flat.name:
                 problems.append((view, f"{describe(view)} reads {source}, not what is gathered of '{flat.name}'"))
-        for node in phase.nodes("cast_shard", flat.name):
+        for node in (n for kind in ops.UNSHARDS_LOCALLY for n in phase.nodes(kind, flat.name)):
             if node.args[2] != flat.param_dtype:
                 problems.append((node, f"{describe(node)} casts to {node.args[2]}, not to {flat.param_dtype}"))
         for node in (*phase.nodes("flatten_grads", flat.name), *phase.nodes("keep_grads", flat.name)):
@@ -124,10 +129,12 @@ def views_are_of_their_own_parameter(schedule: Schedule, phase: Phase) -> list[P
     return problems
 
 
-def _held(flat: FlatParameter) -> tuple[str, ...]:
+def _held(flat: FlatParameter, offloaded: bool) -> tuple[str, ...]:
     """Kinds of what holds a FlatParameter whole."""
     if flat.F > 1:
         return ("wait", "resident")
+    if offloaded:
+        return ("load_shard", "resident")
     return ("shard",) if flat.param_dtype == flat.dtype else ("cast_shard", "resident")
 
 
@@ -137,7 +144,7 @@ def used_only_while_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
     freed: dict[fx.Node, fx.Node] = {}
     for node in phase.nodes("free"):
         full = node.args[0]
-        if not isinstance(full, fx.Node) or info(full).kind not in ("wait", "cast_shard", "resident"):
+        if not isinstance(full, fx.Node) or info(full).kind not in ("wait", *ops.UNSHARDS_LOCALLY, "resident"):
             problems.append((node, f"{describe(node)} frees {full}, which is no gathered buffer"))
             continue
         if full in freed:
@@ -151,7 +158,7 @@ def used_only_while_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
 
 def nothing_leaves_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
     """No output and no value saved for backward shares memory with a gathered buffer or a shard."""
-    kinds = ("all_gather", "cast_shard", "shard", "resident", "parameter")
+    kinds = ("all_gather", *ops.UNSHARDS_LOCALLY, "shard", "resident", "parameter")
     problems = []
     for value in phase.results:
         if isinstance(value, fx.Node):
@@ -166,7 +173,7 @@ def nothing_leaves_gathered(schedule: Schedule, phase: Phase) -> list[Problem]:
 def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Every gathered buffer is freed in its phase, unless it is resident and this is forward."""
     problems = []
-    whole = [n for n in phase.nodes("cast_shard") if schedule.flats[info(n).flat or ""].F == 1]
+    whole = [n for k in ops.UNSHARDS_LOCALLY for n in phase.nodes(k) if schedule.flats[info(n).flat or ""].F == 1]
     for node in [*phase.nodes("all_gather"), *whole]:
         for flat in info(node).flats:
             kept = flat in schedule.resident and phase.name == "forward"
@@ -181,6 +188,6 @@ def freed_or_resident(schedule: Schedule, phase: Phase) -> list[Problem]:
     if phase.name == "forward":
         for flat in sorted(schedule.resident):
             problems += [(n, f"'{flat}' is resident and freed in forward") for n in phase.nodes("free", flat)]
-            if not phase.nodes("all_gather", flat) and not phase.nodes("cast_shard", flat):
+            if not any(phase.nodes(kind, flat) for kind in ("all_gather", *ops.UNSHARDS_LOCALLY)):
                 problems.append((phase.output, f"'{flat}' is resident and never gathered in forward"))
     return problems
