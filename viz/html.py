@@ -93,6 +93,8 @@ def _summary(schedule: Schedule, timeline: Timeline) -> Iterator[tuple[str, str,
     yield "Peak gradients", bytes_text(timeline.gradients.peak[1]), "gradient buffers and reduce staging"
     if "memory-planned" in schedule.established:
         yield "Arena", bytes_text(schedule.memory.arena_bytes), "shared by all phases, residents outside"
+        if schedule.offloaded:
+            yield "Arena on the host", bytes_text(schedule.memory.host_bytes), "gradients on their way to .grad"
 
 
 def _operations(schedule: Schedule, timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -340,6 +340,9 @@ def mark_shape(row: str, x: float, y: float, s: float) -> str:
         radius, across = number(s * 0.9), number(s * 1.8)
         half = f"a{radius} {radius} 0 1 0"
         return f"M{number(x - s * 0.9)} {number(y)}{half} {across} 0{half} -{across} 0Z"
+    if row in ("load_shard", "store_grad"):
+        to = 1 if row == "load_shard" else -1
+        return polygon((-0.85, -0.85 * to), (0.85, -0.85 * to), (0.85, 0), (0, to), (-0.85, 0))
     if row == "presence":
         return polygon((-1.1, -0.4), (1.1, -0.4), (1.1, 0.4), (-1.1, 0.4))
     return polygon((-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85))

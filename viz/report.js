@@ -388,7 +388,7 @@
     context.restore();
   }
 
-  const MARK_SHAPES = { wait: "up", accumulate_grad: "diamond", keep_grads: "diamond", keep_shard: "diamond", free: "ring", flatten_grads: "square", cast_shard: "square", load_shard: "square", store_grad: "square", presence: "flat" };
+  const MARK_SHAPES = { wait: "up", accumulate_grad: "diamond", keep_grads: "diamond", keep_shard: "diamond", free: "ring", flatten_grads: "square", cast_shard: "square", load_shard: "house-down", store_grad: "house-up", presence: "flat" };
 
   function markSize() { return Math.min(4.4, Math.max(1.4, 0.2 * scale())); }
 
@@ -414,6 +414,11 @@
     }
     if (shape === "up") { target.moveTo(x - s, y + s); target.lineTo(x + s, y + s); target.lineTo(x, y - s); }
     else if (shape === "diamond") { target.moveTo(x, y - s * 1.1); target.lineTo(x + s * 1.1, y); target.lineTo(x, y + s * 1.1); target.lineTo(x - s * 1.1, y); }
+    else if (shape.startsWith("house")) {
+      const to = shape === "house-up" ? -s : s;
+      target.moveTo(x - s * 0.85, y - to * 0.85); target.lineTo(x + s * 0.85, y - to * 0.85); target.lineTo(x + s * 0.85, y);
+      target.lineTo(x, y + to); target.lineTo(x - s * 0.85, y);
+    }
     else if (shape === "flat") target.rect(x - s, y - s * 0.4, 2 * s, s * 0.8);
     else target.rect(x - s * 0.85, y - s * 0.85, s * 1.7, s * 1.7);
     target.fill();

@@ -89,7 +89,8 @@ class _Picture:
         t = self.timeline
         step = "training step" if len(t.spans) > 1 else "forward call"
         self.page.text(MARGIN, y, f"Schedule of one {step}: {sharding_text(t)}", "strong", TITLE)
-        notes = f"{time_note(t)} The host never blocks."
+        offloaded = any(mark.kind == "load_shard" for lane in t.lanes for mark in lane.marks)
+        notes = f"{time_note(t)} {'LOAD and STORE take no time.' if offloaded else 'The host never blocks.'}"
         if {"unshard", "reduce"} <= {lane.queue for lane in t.lanes}:
             notes += " AllGather and ReduceScatter share one communicator, so they run one at a time."
         y = self.page.paragraph(y + 6.0, notes.split())
