@@ -144,10 +144,11 @@ class ShardedParameter(torch.Tensor):
         flat = self.binding.gather(self.local.detach())
         return flat.as_strided(self.shape, self.stride())
 
-    def piece_of(self, full: Tensor) -> Tensor:
+    def piece_of(self, full: Any) -> Tensor:
         """This rank's piece of a plain tensor, or a DTensor (then a collective), that broadcasts to the logical shape:
         (length,)."""
-        full = full.full_tensor() if hasattr(full, "full_tensor") else full
+        if hasattr(full, "full_tensor"):
+            full = full.to(full.device_mesh.device_type).full_tensor()  # that of an offloaded shard is in host memory
         binding = self._bound("a plain tensor")
         stored = torch.empty_strided(self.shape, self.stride(), dtype=full.dtype, device=full.device)
         stored.copy_(full)

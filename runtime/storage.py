@@ -65,7 +65,8 @@ class FlatStorage:
             if piece is not None:
                 place.copy_(piece)
         full = world.gather_flat(flat, part)
-        return [None if piece is None else world.to_state(whole) for piece, whole in zip(pieces, flat.wholes(full))]
+        wholes = zip(pieces, flat.wholes(full))
+        return [None if piece is None else world.to_state(whole).to(piece.device) for piece, whole in wholes]
 
     @torch.no_grad()
     def set_piece(self, index: int, piece: Tensor) -> None:

@@ -86,7 +86,7 @@ def _to_pieces(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             loaded = isinstance(value, Tensor) and not isinstance(value, ShardedParameter)
             if loaded and _shape(value) == parameter.shape and (key in moments or hasattr(value, "full_tensor")):
-                state[key] = parameter.like(parameter.piece_of(value).clone(), state=True)
+                state[key] = parameter.like(parameter.piece_of(value).to(parameter.local.device, copy=True), state=True)
 
 
 def _shape(value: Any) -> torch.Size | None:
