@@ -5,11 +5,12 @@ loss = model(batch); loss.backward(); optimizer.step()
 print(model.schedule)
 """
 
-from fxshard.api import ShardedModule, compile, is_compiled, trace
+from fxshard.api import compile, trace
 from fxshard.deferred import deferred_init
 from fxshard.errors import AgreementError, CaptureError, FxshardError, PassError, ScheduleError
 from fxshard.ir import FlatParameter, Phase, Schedule
 from fxshard.ir.diff import ScheduleDiff, diff
+from fxshard.module import ShardedModule, is_compiled
 from fxshard.options import MixedPrecision, Options
 from fxshard.parameter import ShardedParameter
 from fxshard.runtime import VirtualWorld

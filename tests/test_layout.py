@@ -6,12 +6,15 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"fxshard": "fxshard", "passes": "fxshard.passes", "runtime": "fxshard.runtime", "viz": "fxshard.viz"}
+TOP = ["api", "calls", "module", "state"]
+"""From a user's call down to what was made for one module; each may import those behind it."""
 PRIVATE_NAMES_LIVE_IN = "fxshard.capture.torch_private"
 
 
@@ -60,7 +63,7 @@ def reached(package: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("above", ["passes", "runtime", "viz", "api", "capture", "plan"])
+@pytest.mark.parametrize("above", ["passes", "runtime", "viz", *TOP, "capture", "plan"])
 def test_the_ir_stands_below_everything(above):
     wrong = {m: by for m, by in reached("fxshard.ir").items() if within(m, f"fxshard.{above}") or m == "fxshard"}
     assert not wrong, f"fxshard.ir reaches {wrong}"
@@ -75,9 +78,15 @@ def test_passes_runtime_and_viz_do_not_import_each_other(package):
         for name, tree in TREES.items()
         if within(name, f"fxshard.{package}")
         for line, module in imports(name, tree)
-        if any(within(module, other) for other in others) or module in ("fxshard", "fxshard.api")
+        if any(within(module, other) for other in others) or module in ("fxshard", *(f"fxshard.{top}" for top in TOP))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("above", "below"), list(pairwise(TOP)))
+def test_api_calls_module_and_state_import_in_this_order(above, below):
+    assert f"fxshard.{below}" in reached(f"fxshard.{above}")
+    assert f"fxshard.{above}" not in reached(f"fxshard.{below}")
 
 
 def test_only_installed_names_are_imported():
