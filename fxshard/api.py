@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from fxshard.checkpoint import optimizer as checkpoint_optimizer
 from fxshard.errors import CaptureError
 from fxshard.ir import FlatParameter, Schedule
 from fxshard.module import is_compiled
-from fxshard.options import InitFunction, Options, check_factor
+from fxshard.options import InitFunction, Options, check_factor, listed
 from fxshard.parameter import Generation, ShardedParameter
 from fxshard.precision import cast, full_precision_modules, full_precision_parameters
 from fxshard.runtime import ControlPlane, Executor, GlooWorld, NcclWorld, VirtualWorld, World
@@ -148,7 +148,7 @@ def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
         raise TypeError(f"init={init!r}: a function of a module was expected")
     if init is None and (bare := uninitialisable(model)):
         raise ValueError(
-            f"what is on the meta device ({_some(bare)}) needs an init function, compile(model, init=...), or a module that "
+            f"what is on the meta device ({listed(bare)}) needs an init function, compile(model, init=...), or a module that "
             "has `reset_parameters` or `_init_weights`, or a model made by fxshard.deferred_init"
         )
     kinds = {p.device.type for _, p in model.named_parameters()} - {"meta"}
@@ -160,10 +160,6 @@ def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
             f"parameters have tensor hooks ({', '.join(hooked[:4])}): sharded gradients do not pass through autograd. "
             "Remove them; register_post_accumulate_grad_hook sees the reduced gradient"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _placed(model: nn.Module) -> torch.device | None:

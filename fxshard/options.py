@@ -239,6 +239,13 @@ def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     return f" Did you mean '{found[0]}'?" if found else ""
 
 
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """`a, b, c, d and 3 more`."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def check_factor(F: Any, W: int) -> int:
     """Validate the sharding factor: an int that divides W. Raises TypeError or ValueError naming the allowed values."""
     if isinstance(W, bool) or not isinstance(W, int):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fxshard.ir.layout import FlatParameter, ParameterSpec, contiguous_stride, is_dense
-from fxshard.options import FLOATS, MixedPrecision
+from fxshard.options import FLOATS, MixedPrecision, listed
 
 ROOT = "(root)"
 
@@ -123,8 +123,7 @@ def modules_named(modules: Mapping[str, nn.Module], wanted: Any, option: str, mo
 def _names_like(pattern: str, modules: Mapping[str, nn.Module]) -> str:
     if close := difflib.get_close_matches(pattern, modules, n=3):
         return f" Close names: {', '.join(close)}"
-    shown = ", ".join([*modules][:8]) or "none, the model has no submodules"
-    return f" Modules here: {shown}" + (f" and {len(modules) - 8} more" if len(modules) > 8 else "")
+    return f" Modules here: {listed(modules, 8) or 'none, the model has no submodules'}"
 
 
 def _by_callable(modules: dict[str, nn.Module], wanted: Callable[[str, nn.Module], bool]) -> list[str]:
@@ -202,7 +201,7 @@ def check_unit_patterns(option: str, patterns: Iterable[str], flats: Mapping[str
     units = list(dict.fromkeys(flat.unit for flat in flats.values()))
     unmatched = [p for p in patterns if not any(fnmatch.fnmatchcase(unit, p) for unit in units)]
     if unmatched:
-        shown = ", ".join(units[:8]) + (f" and {len(units) - 8} more" if len(units) > 8 else "")
+        shown = listed(units, 8)
         raise ValueError(f"{option}: no unit is named {', '.join(map(repr, unmatched))}. Units here: {shown}")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fxshard.options import listed
 from fxshard.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ class Contents:
         if not isinstance(model, nn.Module):
             raise TypeError(f"a model that fxshard.compile returned was expected, not {type(model).__name__}")
         named: dict[str, Any] = dict(model.named_parameters())
-        foreign = [name for name, p in named.items() if not isinstance(p, ShardedParameter) or p.fqn != name]
+        foreign = [f"'{name}'" for name, p in named.items() if not isinstance(p, ShardedParameter) or p.fqn != name]
         if foreign or not named:
-            held = f"its parameters {_listed(foreign)} are" if foreign else "it has no parameter that is"
+            held = f"its parameters {listed(foreign)} are" if foreign else "it has no parameter that is"
             raise ValueError(
                 f"this {type(model).__name__} was not sharded by fxshard.compile: {held} not sharded under these names. "
                 "Give the module that compile was given, outside of `unsharded()`"
@@ -88,9 +89,3 @@ class Incompatible(NamedTuple):
 
     missing: list[str]
     unexpected: list[str]
-
-
-def _listed(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"'{name}'" for name in names[:most]) + more
