@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ def compile(
         device = _device(model)
         F, W = _factor_and_size(F, mesh, world)
         units = _units(model, settings, example_inputs, device)
-        flats = _flats(model, units, F, settings)
+        full_precision = full_precision_modules(model, settings.mixed_precision)
+        flats = _flats(model, units, F, settings, full_precision)
         passes.check_complete(passes.pipeline(settings), settings)
         if ranks is None:
             world = world or VirtualWorld(F, device=device)
@@ -80,9 +81,9 @@ def compile(
             place = Place(W, F, device, held_shards=world.held, num_batches=world.data_ranks)
         else:
             place = Place(W, F, device, direct_exchange=_backend(device) == "gloo", ranks=ranks)
-        state = State(model, flats, place, settings)
+        state = State(model, flats, full_precision, place, settings)
         if example_inputs is not None:
-            state.traced = _trace(model, flats, example_inputs, place, settings)
+            state.traced = _trace(State(model, flats, full_precision, place, settings), example_inputs)
     except Exception as error:
         if ranks is not None:
             ranks.fail("model", error)
@@ -123,8 +124,9 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     prepare(model)
     device = _placed(model) or torch.device("cpu")
     units = _units(model, settings, example_inputs, device)
-    flats = _flats(model, units, F, settings)
-    return _trace(model, flats, example_inputs, Place(W, F, device), settings)
+    full_precision = full_precision_modules(model, settings.mixed_precision)
+    flats = _flats(model, units, F, settings, full_precision)
+    return _trace(State(model, flats, full_precision, Place(W, F, device), settings), example_inputs)
 
 
 # -- steps of compile
@@ -227,19 +229,22 @@ def _units(model: nn.Module, options: Options, example_inputs: Any, device: torc
         raise ValueError(
             "units=BytesOfFirstUse(...) needs example_inputs: the order of first use is read off the graph"
         )
-    whole = _flats(model, partition(model, "none"), 1, options)
+    one = partition(model, "none")
+    full_precision = full_precision_modules(model, options.mixed_precision)
+    whole = _flats(model, one, 1, options, full_precision)
     plain = Options(units="none", mixed_precision=options.mixed_precision)
-    schedule = _trace(model, whole, example_inputs, Place(1, 1, device), plain)
+    schedule = _trace(State(model, whole, full_precision, Place(1, 1, device), plain), example_inputs)
     views = schedule.forward.nodes("param_view")
     first = {v: min(v.users) for v in views if v.users}
     order = [v.meta["fxshard"].fqn for v in sorted(first, key=lambda v: first[v])]
     return units_by_bytes(model, order, options.units.num_bytes)
 
 
-def _flats(model: nn.Module, units: list[Unit], F: int, options: Options) -> dict[str, FlatParameter]:
-    precision = options.mixed_precision
-    chosen = full_precision_parameters(model, full_precision_modules(model, precision))
-    return flat_parameters(model, units, F, precision, chosen)
+def _flats(
+    model: nn.Module, units: list[Unit], F: int, options: Options, full_precision: Iterable[nn.Module]
+) -> dict[str, FlatParameter]:
+    chosen = full_precision_parameters(model, full_precision)
+    return flat_parameters(model, units, F, options.mixed_precision, chosen)
 
 
 def _fingerprint(state: State, mesh: DeviceMesh | None, init: InitFunction | None) -> str:
@@ -259,14 +264,14 @@ def _fingerprint(state: State, mesh: DeviceMesh | None, init: InitFunction | Non
 # -- tracing
 
 
-def _trace(
-    model: nn.Module, flats: dict[str, FlatParameter], example_inputs: Any, place: Place, options: Options
-) -> Schedule:
-    """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens."""
-    state = State(model, flats, place, options)
+def _trace(state: State, example_inputs: Any) -> Schedule:
+    """Capture with parameters that have shapes and no memory; the model is put back as it was, whatever happens.
+
+    What is captured does not run: the state is one for this trace alone.
+    """
+    model, options, device = state.module, state.options, state.place.device
     stand_ins: dict[str, nn.Parameter] = {}
-    device = place.device
-    for flat in flats.values():
+    for flat in state.flats.values():
         for spec in flat.parameters:
             piece = torch.empty(0, dtype=flat.param_dtype, device=device)
             wrapped = ShardedParameter(piece, spec.shape, spec.stride, spec.fqn)

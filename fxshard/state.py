@@ -19,7 +19,7 @@ from fxshard.ir import Accumulation, FlatParameter, Remark, Schedule
 from fxshard.ir.nodes import bytes_text
 from fxshard.ir.verify import verify
 from fxshard.options import Options
-from fxshard.precision import entrances, full_precision_modules
+from fxshard.precision import entrances
 from fxshard.runtime import ControlPlane, Executor, FlatStorage, Program
 from fxshard.units import check_unit_patterns
 
@@ -41,7 +41,14 @@ class Place:
 class State:
     """What compile made for one module."""
 
-    def __init__(self, module: nn.Module, flats: dict[str, FlatParameter], place: Place, options: Options):
+    def __init__(
+        self,
+        module: nn.Module,
+        flats: dict[str, FlatParameter],
+        full_precision: Mapping[nn.Module, torch.dtype],
+        place: Place,
+        options: Options,
+    ):
         self.reference = weakref.ref(module)
         self.flats, self.place, self.options = flats, place, options
         if isinstance(options.reshard_after_forward, Mapping):
@@ -59,8 +66,8 @@ class State:
         """A forward that was set on the module itself, not on its class."""
         self.run: Callable[..., Any]
         self.handles: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
-        self.full_precision = full_precision_modules(module, options.mixed_precision)
-        self.entrances = entrances(module, options.units, options.mixed_precision, self.full_precision)
+        self.full_precision = full_precision
+        self.entrances = entrances(module, options.units, options.mixed_precision, full_precision)
         self.plain = False
         self.in_call = False
         """Whether a call is under way, from which eager code may enter another."""
