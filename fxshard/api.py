@@ -56,7 +56,8 @@ def compile(
     `_init_weights` of the model around it are called, on the same terms.
     Other options: see `fxshard.Options`.
 
-    Parameters keep their identity, so an optimizer made before holds the right ones; its state has to be made after.
+    Parameters keep their identity, so an optimizer made before holds the right ones; state that it has is cut into pieces at
+    its next step. A gradient that is there is dropped.
 
     Raises TypeError or ValueError for wrong options, CaptureError for a forward that cannot be captured, AgreementError
     when ranks disagree. Source: FSDP paper; torch.distributed.fsdp.fully_shard.
@@ -113,14 +114,16 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
 
     `model` may be on the meta device: its parameters take no memory, its buffers and inputs there count as zeros on the
     CPU. example_inputs are arguments of forward (a tuple, list or dict, or the only one), whose values are not read. W:
-    world size, default F. Options as for `compile`; those about running (`debug`, `sync_parameters`, `timeout_s`) change
-    nothing here. The memory plan is of a world whose collectives bring their own staging memory (NCCL); over gloo the
-    arena also holds what is received.
+    world size, default F. Options as for `compile`; those about running (`debug`, `sync_parameters`, `timeout_s`,
+    `entry_points`) change nothing here. The memory plan is of a world whose collectives bring their own staging memory
+    (NCCL); over gloo the arena also holds what is received.
     """
     settings = Options.from_keywords(options, "fxshard.trace")
     _check_model(model, "fxshard.trace")
     W = F if W is None else W
     check_factor(F, W)
+    for path in settings.entry_points:
+        find_entry(model, path)
     prepare(model)
     device = _placed(model) or torch.device("cpu")
     units = _units(model, settings, example_inputs, device)

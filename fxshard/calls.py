@@ -46,7 +46,9 @@ def find_entry(model: nn.Module, path: str) -> tuple[nn.Module, str]:
         owner = None
     if owner is not None and (child := owner._modules.get(name)) is not None:
         return child, "forward"
-    if owner is None or not inspect.isroutine(getattr(owner, name, None)) or (owner is model and name == "forward"):
+    if owner is model and name == "forward":
+        raise ValueError("entry_points: forward is always one; name other methods, and submodules")
+    if owner is None or not inspect.isroutine(getattr(owner, name, None)):
         there = [n for n, _ in model.named_children()]
         there += [n for n, f in vars(type(model)).items() if inspect.isfunction(f) and not n.startswith("_")]
         hint = did_you_mean(path, there)
@@ -142,6 +144,12 @@ def _runner(
     def run(*args: Any, **kwargs: Any) -> Any:
         if state.plain:
             return plainly()(*args, **kwargs)
+        if torch_private.any_dispatch_mode():
+            raise RuntimeError(
+                f"a TorchDispatchMode is active ({', '.join(torch_private.dispatch_modes())}): torch.compile captures nothing "
+                "under one, and a sharded model runs what is captured. Call the model outside of it, or in "
+                "`with model.unsharded():`"
+            )
         if cast_to is not None:
             args, kwargs = cast((args, kwargs), cast_to)
         outermost, state.in_call = not state.in_call, True

@@ -14,6 +14,7 @@ import fxshard.passes as passes
 from fxshard.capture import torch_private
 from fxshard.ir import Schedule
 from fxshard.options import check_choice
+from fxshard.parameter import ShardedParameter
 from fxshard.state import State
 
 STATE = "_fxshard"
@@ -99,12 +100,20 @@ class ShardedModule:
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """`.to`, `.float` and the like: refused where they would change a parameter, and else for buffers only."""
+        tables = [module._parameters for module in self.modules()]  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for p in self.parameters():  # type: ignore[attr-defined]
+                if isinstance(p, ShardedParameter) and (converted := fn(p)) is not p:
+                    raise p.conversion_error(converted)
+        held = [dict(table) for table in tables]
+        for table in tables:
+            table.update({n: None for n, p in table.items() if isinstance(p, ShardedParameter)})
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
-        except RuntimeError as error:  # torch names the class of the module; the cause names the parameter
-            if isinstance(error.__cause__, TypeError):
-                raise error.__cause__ from None
-            raise
+        finally:
+            for table, parameters in zip(tables, held):
+                table.update({n: p for n, p in parameters.items() if isinstance(p, ShardedParameter)})
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:

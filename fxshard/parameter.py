@@ -234,11 +234,15 @@ class ShardedParameter(torch.Tensor):
     def _is_param(self, value: bool) -> None:
         # Module.to, .half and the like make a new Parameter of each converted one: it would not be part of its shard.
         if self.is_state:
-            raise TypeError(
-                f"parameter '{self.fqn}' is sharded and its module cannot be converted any more (to {self.dtype}, "
-                f"{self.device}): convert or move the model before fxshard.compile"
-            )
+            raise self.conversion_error(self)
         self.__dict__["is_parameter"] = value
+
+    def conversion_error(self, converted: Tensor) -> TypeError:
+        """What to raise where a module's parameter is to become `converted`."""
+        return TypeError(
+            f"parameter '{self.fqn}' is sharded and its module cannot be converted any more (to {converted.dtype}, "
+            f"{converted.device}): convert or move the model before fxshard.compile"
+        )
 
     def share_memory_(self) -> NoReturn:
         raise TypeError(

@@ -194,6 +194,7 @@ class State:
             )
         places = [
             f"W={s.W}, {s.num_batches} batches divided by {s.divisor}, {s.held_shards} shards held by a process"
+            f"{' in host memory' if s.offloaded else ''}"
             for s in (edited, now)
         ]
         if places[0] != places[1]:

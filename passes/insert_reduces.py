@@ -88,7 +88,8 @@ def insert_reduce(
     if schedule.offloaded:
         queue = "replicate" if schedule.replicas > 1 else "reduce"
         with graph.inserting_after(last):
-            value = phase.call(ops.store_grad, (value, flat.name), flat=flat, by=by, num_bytes=shard_bytes, queue=queue)
+            size = schedule.held_shards * flat.shard_numel * schedule.reduced_dtype(flat).itemsize
+            value = phase.call(ops.store_grad, (value, flat.name), flat=flat, by=by, num_bytes=size, queue=queue)
     with graph.inserting_before(phase.output):
         if value is not buffer:
             value = phase.call(ops.wait, (value, flat.name), flat=flat, by=by, name=f"reduced_{flat.name}")

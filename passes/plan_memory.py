@@ -154,7 +154,7 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
         elif found.kind == "store_grad":
             end = phase.landing(found.flat)
             assert end is not None
-            add(node, end, schedule.held_shards * flat.shard_numel * schedule.reduced_dtype(flat).itemsize)
+            add(node, end, found.num_bytes)
     return buffers
 
 

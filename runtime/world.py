@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxshard.errors import AgreementError
 from fxshard.ir import FlatParameter
 from fxshard.ir.layout import Piece
 
@@ -168,3 +169,12 @@ def together(world: World, what: str) -> Iterator[None]:
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
     if failed:
         raise RuntimeError(f"{what} failed on {len(failed)} of {len(told)} ranks\n" + "\n".join(failed))
+
+
+def agree(world: World, what: str, **arguments: Any) -> None:
+    """Raise AgreementError on all ranks unless each gave the same small picklable arguments. A collective of all of them."""
+    told = world.gather_objects(arguments)
+    if any(given != told[0] for given in told):
+        lines = [", ".join(f"{name}={value!r}" for name, value in given.items()) for given in told]
+        listed = "\n".join(f"  rank {rank}: {line}" for rank, line in enumerate(lines))
+        raise AgreementError(f"{what}: ranks were called with different arguments, and nothing was done\n{listed}")

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxshard
 from tests.capture.compare import (
@@ -162,6 +163,21 @@ def test_evaluation_between_forward_and_backward(mode):
         model.train()
         loss.backward()
     assert differences(plain, sharded) == []
+
+
+def test_a_dispatch_mode_is_refused_by_name_and_leaves_the_model_as_it_was():
+    """Under one torch.compile captures nothing, and would not capture that code again."""
+    plain, sharded = pair(Framed)
+    for _ in range(2):
+        with (
+            FlopCounterMode(display=False),
+            pytest.raises(RuntimeError, match=r"TorchDispatchMode is active .*FlopCounter"),
+        ):
+            sharded(batches(1)[0])
+        train_both(plain, sharded, batches(2))
+    with FlopCounterMode(display=False) as counter, sharded.unsharded():
+        sharded(batches(1)[0])
+    assert counter.get_total_flops() > 0
 
 
 def test_inference_mode_first():

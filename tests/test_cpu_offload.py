@@ -65,7 +65,9 @@ def train(F: int, W: int, keeps=(None,) * 3, **options):
         (2, 4, KEEPS, {}),
         (2, 4, KEEPS, {"mixed_precision": BF16}),
         (1, 2, KEEPS, {"mixed_precision": BF16}),
-        (1, 1, (None,), {}),
+        (1, 1, KEEPS, {}),
+        (1, 1, (None,), {"mixed_precision": fxshard.MixedPrecision(reduce=torch.float64)}),
+        (2, 2, KEEPS, {"mixed_precision": fxshard.MixedPrecision(torch.bfloat16, full_precision=nn.BatchNorm1d)}),
         (4, 1, (None,), {"rate_limit": None, "reshard_after_forward": False, "mixed_precision": BF16}),
         (4, 1, (None,), {"backward_prefetch": 2, "forward_prefetch": 2, "rate_limit": 3}),
     ],
@@ -75,6 +77,17 @@ def test_the_same_bits_as_on_the_device(F, W, keeps, options):
     there, model = train(F, W, keeps, cpu_offload=True, **options)
     assert model.schedule.forward.nodes("load_shard") and model.schedule.backward.nodes("store_grad")
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_a_schedule_of_shards_that_are_elsewhere_is_refused():
+    torch.manual_seed(0)
+    model = fxshard.compile(Tied(), F=1, cpu_offload=True)
+    model(batches(1)[0]).sum().backward()
+    torch._dynamo.reset()
+    other = fxshard.trace(Tied(), (batches(1)[0],), F=1)
+    with pytest.raises(ValueError, match=r"1 shards held by a process; .* 1 shards held by a process in host memory"):
+        model.schedule = other
+    model.schedule = model.schedule.copy()
 
 
 def schedule(F: int, W: int, **options):

@@ -165,7 +165,11 @@ def test_wrong_entry_points_are_refused_before_anything_is_sharded() -> None:
     model = Encoder()
     with pytest.raises(ValueError, match=re.escape("no method and no submodule 'encod'") + ".*Did you mean 'encode'"):
         fxshard.compile(model, F=2, entry_points=["head", "encod"])
-    for wrong in ("calls", "forward", "layers.7", "nothing.head", ""):
+    with pytest.raises(ValueError, match="forward is always one"):
+        fxshard.compile(model, F=2, entry_points=["forward"])
+    with pytest.raises(ValueError, match=r"'encod'.*Did you mean 'encode'"):
+        fxshard.trace(model, (torch.zeros(2, 4),), F=2, entry_points=["encod"])
+    for wrong in ("calls", "layers.7", "nothing.head", ""):
         with pytest.raises(ValueError, match=f"'{wrong}' to be called by itself"):
             fxshard.compile(model, F=2, entry_points=[wrong])
     with pytest.raises(TypeError, match=r"entry_points='head'.*a list of names"):

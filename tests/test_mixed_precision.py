@@ -895,3 +895,14 @@ def test_hugging_face_models_say_the_dtype_they_compute_in() -> None:
     for logits, *_ in outputs:
         logits.float().square().mean().backward()
     agree(plain, sharded)
+
+
+@pytest.mark.parametrize("F", [1, 2, 4])
+def test_a_mean_is_divided_before_it_could_overflow(F: int) -> None:
+    """Four ranks' gradients of 30000: their sum, and of any three, is beyond fp16."""
+    world = fxshard.VirtualWorld(F, contributors=4)
+    model = fxshard.compile(nn.Linear(8, 1, bias=False), world=world, mixed_precision=MixedPrecision(reduce=FP16))
+    for rank in range(4):
+        with world.rank(rank):
+            model(torch.full((1, 8), 30000.0)).sum().backward()
+    assert full(model.weight.grad).tolist() == [[30000.0] * 8]

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fxshard
 from fxshard.parameter import Binding, Generation
-from tests.capture.compare import Framed, batches, differences, full, identical, pair, train_both
+from tests.capture.compare import WIDTH, Framed, batches, differences, full, identical, pair, train_both
 
 
 class Ragged(nn.Module):
@@ -300,8 +300,21 @@ def test_converting_the_model_after_compile_is_refused_by_name(change):
 
 def test_a_conversion_that_changes_nothing_is_none():
     plain, sharded = pair(Framed)
-    sharded.to("cpu").float().train()
-    train_both(plain, sharded, batches(2))
+    for _ in range(2):  # torch.compile refers to parameters weakly from the first call on
+        sharded.to("cpu").float().train()
+        train_both(plain, sharded, batches(2))
+
+
+def test_a_conversion_of_buffers_alone_is_made():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    model.register_buffer("scale", torch.ones(WIDTH, dtype=torch.float64))
+    fxshard.compile(model, F=2, units="none")
+    weight = model[0].weight
+    loss = model(batches(1)[0]).sum()
+    assert model.float() is model
+    assert model.scale.dtype == torch.float32 and model[0].weight is weight
+    loss.backward()
+    assert weight.grad is not None
 
 
 def test_two_parameters_of_different_shape_do_not_mix():

@@ -321,6 +321,15 @@ def wrapper_subclass(
     )
 
 
+def dispatch_modes() -> list[str]:
+    """The names of the TorchDispatchModes that are active and stop Dynamo; `any_dispatch_mode()` asks faster."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return [type(m).__name__ for m in modes if not m.is_infra_mode() and not m.ignore_compile_internals()]
+
+
+any_dispatch_mode = torch.utils._python_dispatch.any_torch_dispatch_mode_on_stack
+
+
 def default_store() -> dist.Store:
     """The store of the default process group: the control plane of ranks that may not all be in a collective."""
     return dist.distributed_c10d._get_default_store()

@@ -2,7 +2,8 @@
 
 `model.state_dict()` and `optimizer.state_dict()` hold DTensors, as torch.distributed.checkpoint takes them. The functions
 here go further: whole state dicts on rank 0, safetensors of transformers, and training checkpoints that a kill cannot break.
-All of them are collectives: every rank calls them.
+All of them but `latest` are collectives: every rank calls them. Where a rank fails it raises what went wrong there, and all
+others a RuntimeError that says so.
 """
 
 from fxshard.checkpoint.contents import Incompatible

@@ -60,10 +60,13 @@ class Contents:
         place = {name: i for i, name in enumerate(self.names)}
         return sorted(found, key=lambda entry: place[entry[0][0]])
 
-    def compare(self, found: Mapping[str, Sequence[int]], source: str, strict: bool) -> Incompatible:
+    def compare(
+        self, found: Mapping[str, Sequence[int]], source: str, strict: bool, can_relax: bool = True
+    ) -> Incompatible:
         """How names and shapes that are to be loaded fit; of tied names one is enough.
 
-        Raises ValueError that lists all that is misshapen and, if `strict`, all that is missing or unexpected.
+        `can_relax`: whether the caller can choose `strict`. Raises ValueError that lists all that is misshapen and, if
+        `strict`, all that is missing or unexpected.
         """
         wanted = [*self.shapes(), *(([name], ()) for name in self.others)]
         missing = [names[0] for names, _ in wanted if not any(name in found for name in names)]
@@ -78,7 +81,7 @@ class Contents:
         if strict:
             lines += [f"  missing     {name}" for name in missing] + [f"  unexpected  {name}" for name in unexpected]
         if lines:
-            to_do = "" if wrong or not strict else "\n  to do       strict=False loads what fits"
+            to_do = "" if wrong or not strict or not can_relax else "\n  to do       strict=False loads what fits"
             text = "\n".join(lines)
             raise ValueError(f"{source} does not fit this {type(self.model).__name__}\n{text}{to_do}")
         return Incompatible(missing, unexpected)

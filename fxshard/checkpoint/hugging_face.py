@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fxshard.checkpoint.contents import Contents, Incompatible
 from fxshard.checkpoint.whole import stream_state_dict
 from fxshard.ir.layout import storage_order
-from fxshard.runtime.world import together
+from fxshard.runtime.world import agree, together
 
 if TYPE_CHECKING:
     from fxshard.ir.layout import ParameterSpec, Piece
@@ -48,13 +48,16 @@ def load_safetensors(
 ) -> Incompatible:
     """Load the weights of a plain model from safetensors files; each rank reads the rows that its pieces lie in.
 
-    source: a folder as `save_pretrained` and `save_safetensors` write it, a file, or files. Values are cast to the dtypes
-    here; of tied names one is enough, and where there are more they hold the same. Every rank calls it and sees the files.
+    source: a folder as `save_pretrained` and `save_safetensors` write it, a file, or files. Floating values are cast to
+    the dtypes here; of tied names one is enough, and where there are more those of a parameter hold the same, of a buffer the
+    first counts. Every rank calls it and sees the files.
 
     Returns what is missing and unexpected. Raises, with nothing loaded, ValueError that lists all that is missing or unexpected
-    (if `strict`) or does not fit in shape or kind, FileNotFoundError, and ImportError without the safetensors library.
+    (if `strict`) or does not fit in shape or kind, FileNotFoundError, what the safetensors library says of a
+    file that is none, and ImportError without that library.
     """
     contents = Contents.of(model)
+    agree(contents.world, "load_safetensors", strict=strict)
     with together(contents.world, "load_safetensors"), contextlib.ExitStack() as opened:
         files = _open(source, opened)
         found = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -170,7 +173,8 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], max_sh
     an index. Tied names come once, under the first. A model of transformers also gets its config.json (and its
     generation_config.json). Rank 0 writes, and holds one unit at a time; weights from before are replaced at the end, file by
     file: unlike `save` it is not atomic.
-    A collective. Raises ValueError for dtypes and extra state that such files cannot hold, and OSError of rank 0 everywhere.
+    A collective. Raises ValueError for dtypes and extra state that such files cannot hold; OSError on rank 0, which writes,
+    and RuntimeError on the others.
     """
     contents = Contents.of(model)
     folder = Path(directory)

@@ -10,6 +10,7 @@ its name. See [Note: atomic saves] in docs/architecture.md. The parts are torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
@@ -17,7 +18,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from fxshard.checkpoint import optimizer as checkpoint_optimizer
 from fxshard.checkpoint.contents import Contents
-from fxshard.runtime.world import together
+from fxshard.runtime.world import agree, together
 
 PLAIN = "plain.pt"
 _FINISHED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -53,13 +54,15 @@ def save(
     goes with the next save. keep: how many finished checkpoints stay, all of them if None. Saving a step again replaces it.
 
     Raises ValueError where `directory` has a later step, or the optimizer parameters of another model; TypeError for an extra
-    that `load` would refuse (it unpickles nothing but plain values); RuntimeError on every rank for what fails on any.
+    that `load` would refuse (it unpickles nothing but plain values); AgreementError where ranks give different arguments;
+    RuntimeError on every rank for what fails on any.
     """
     contents, folder = Contents.of(model), Path(directory)
     world = contents.world
     with together(world, "saving a checkpoint"):
         _check(step, keep)
         named = _named(contents, optimizer)
+    agree(world, "saving a checkpoint", step=step, keep=keep, optimizer=_kind(optimizer))
     state, plain = _state(contents, optimizer, named)
     plain |= {"step": step, "extra": extra, "random": world.gather_objects(_random_states(world.device))}
     names = ("", "")
@@ -70,8 +73,7 @@ def save(
             folder.mkdir(parents=True, exist_ok=True)
             names = _prepare(folder, step)
     unfinished, finished = (folder / name for name in world.gather_objects(names)[0])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, in a virtual world
+    with _files("saving a checkpoint"):
         dcp.save(
             state,
             storage_writer=dcp.FileSystemWriter(unfinished, sync_files=True),
@@ -91,6 +93,18 @@ def save(
             _sync(folder)
             _clean(folder, keep)
     return finished
+
+
+@contextlib.contextmanager
+def _files(what: str) -> Iterator[None]:
+    """Around torch.distributed.checkpoint: what it raises on every rank, and is no Exception, is a RuntimeError."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, in a virtual world
+        try:
+            yield
+        except dcp.CheckpointException as error:
+            told = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())]
+            raise RuntimeError(f"{what} failed on {len(told)} ranks\n" + "\n".join(told)) from error
 
 
 class _InPlace(dcp.DefaultSavePlanner):
@@ -117,11 +131,13 @@ def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer |
     Into any number of ranks, F and units; the optimizer has its groups as they were, with new or old state. Random states are
     restored where as many processes load as saved; else they stay, with a warning. A collective.
 
-    Pieces are read into the model's own memory. Raises FileNotFoundError where no checkpoint is finished, ValueError, with
-    nothing loaded, where names, shapes or groups differ; a file that cannot be read half way leaves the model half loaded.
+    Pieces are read into the model's own memory. Raises, with nothing loaded, FileNotFoundError where no checkpoint is finished,
+    ValueError where names, shapes or groups differ, AgreementError where some ranks give an optimizer and some do not;
+    RuntimeError on every rank where a file cannot be read half way, which leaves the model half loaded.
     """
     contents = Contents.of(model)
     world = contents.world
+    agree(world, "loading a checkpoint", optimizer=_kind(optimizer))
     found: Path | None = None
     with together(world, "loading a checkpoint"):
         if world.is_first:
@@ -134,8 +150,7 @@ def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer |
         named = _named(contents, optimizer)
         groups = None if optimizer is None else _groups(optimizer, named, plain["optimizer"], folder)
     state = _template(contents, optimizer, tensors)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with _files("loading a checkpoint"):
         dcp.load(
             state,
             storage_reader=dcp.FileSystemReader(folder),
@@ -222,6 +237,10 @@ def _sync(folder: Path) -> None:
 # -- what is in a checkpoint
 
 
+def _kind(optimizer: torch.optim.Optimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer).__name__
+
+
 def _check(step: Any, keep: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step={step!r}: the number of steps done was expected, 0, 1, 2, ...")
@@ -293,7 +312,7 @@ def _tensors(folder: Path) -> dict[tuple[str, ...], Any]:
 
 def _check_model(contents: Contents, plain: Mapping[str, Any], tensors: Mapping[Any, Any], folder: Path) -> None:
     shapes: dict[str, Any] = {path[1]: tuple(entry.size) for path, entry in tensors.items() if path[0] == "model"}
-    contents.compare(shapes | dict.fromkeys(plain["model"], ()), f"'{folder}'", strict=True)
+    contents.compare(shapes | dict.fromkeys(plain["model"], ()), f"'{folder}'", strict=True, can_relax=False)
     if plain["tied"] != _tied(contents):
         raise ValueError(f"other parameters are tied in '{folder}': {plain['tied']} there, {_tied(contents)} here")
 

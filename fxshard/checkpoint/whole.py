@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard.checkpoint.contents import Contents, Incompatible
-from fxshard.runtime.world import together
+from fxshard.runtime.world import agree, together
 
 if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def stream_state_dict(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, whole plain tensor on the CPU) for each entry of the plain model's state dict, on rank 0; nothing elsewhere.
 
-    Entries come unit by unit, buffers last, tied names one after another with the same tensor. Rank 0 holds one unit beside
-    its shards and what it was given, other ranks nothing. A collective that goes on as it is iterated: every rank runs the
-    loop to its end, though its body is entered on rank 0 only. Raises ValueError for a model that is not sharded.
+    Entries come unit by unit, then buffers, then what modules give as extra state, as it is; tied names one after another
+    with the same tensor. Rank 0 holds one unit beside its shards and what it was given, other ranks nothing. A collective
+    that goes on as it is iterated: every rank runs the loop to its end, though its body is entered on rank 0 only. Raises
+    ValueError for a model that is not sharded, TypeError for what is no module.
     """
     contents = Contents.of(model)
     return _stream(contents)
@@ -61,6 +62,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None, stri
     """
     contents = Contents.of(model)
     world = contents.world
+    agree(world, "load_full_state_dict", strict=strict)
     given: Mapping[str, Any] = {}
     result = Incompatible([], [])
     with together(world, "load_full_state_dict"):

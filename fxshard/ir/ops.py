@@ -1,9 +1,9 @@
 """The node kinds of a schedule: plain functions, each with the meaning it has in a world of one rank.
 
 Executing a node means calling the runtime's implementation; these bodies say what that equals, dtypes aside, for one
-rank that holds everything (F = 1) and brings the only batch. `flat` is always the name of a FlatParameter; its layout and
-dtypes are in `Schedule.flats`. A *bucket* is an `all_gather` of several FlatParameters at once: it takes a tuple of shards
-and one of names, and each member has a `wait`, views and a `free` of its own.
+rank that holds everything (F = 1; a cast or load is on `compute` then) and brings the only batch. `flat` is always the name
+of a FlatParameter; its layout and dtypes are in `Schedule.flats`. A *bucket* is an `all_gather` of several FlatParameters at
+once: it takes a tuple of shards and one of names, and each member has a `wait`, views and a `free` of its own.
 
 | kind | queue | meaning |
 |---|---|---|
@@ -20,7 +20,7 @@ and one of names, and each member has a `wait`, views and a `free` of its own.
 | accumulate_grad | compute | the reduced shard becomes, or is added to, `.grad` |
 | keep_grads | compute | gradients, divided, are added to what is kept unsharded until a later backward reduces it |
 | keep_shard | compute | the sum of the shard group is added to what is kept until a later backward's AllReduce |
-| presence | replicate | which gradients exist on any rank; only where outputs reach different parameters |
+| presence | replicate | which gradients exist on any rank; where outputs reach different parameters, or kept ones are taken |
 | throttle | unshard | the next issue may not happen before that free is reached |
 """
 

@@ -211,8 +211,9 @@ class Schedule:
         return self.num_batches if self.gradient_divisor is None else self.gradient_divisor
 
     def reduced_dtype(self, flat: FlatParameter) -> torch.dtype:
-        """What a ReduceScatter's sum is rounded to: the dtype to sum further across replicas in, or that of `.grad`."""
-        return flat.reduce_dtype if self.replicas > 1 else flat.dtype
+        """What a reduced gradient is in before ACC: a ReduceScatter rounds to the dtype to sum further across replicas in, or
+        to that of `.grad`; without one it is as it was flattened."""
+        return flat.reduce_dtype if self.replicas > 1 or flat.F == 1 else flat.dtype
 
     def counts(self, flat: str) -> bool:
         """Whether the rate limit counts this FlatParameter: residents are not, nor is the root in a forward-only schedule."""

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard import checkpoint
+from fxshard.errors import AgreementError
 from tests.capture.compare import Framed, batches
 from tests.distributed.harness import RankFailure, Ranks
 from tests.distributed.test_checkpoint import Odd, batch, everything, unlike
@@ -282,17 +282,83 @@ def test_what_stays_and_what_goes(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model, step=9)
 
 
+def disagreeing(folder: Path) -> list[str]:
+    """What calls say whose arguments are not those of the other rank; and whether a call with the same ones still works."""
+    first = dist.get_rank() == 0
+    model, optimizer = trained(2, 1)
+    checkpoint.save(folder, model, optimizer, step=1)
+    whole = checkpoint.full_state_dict(model) or None
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.save(folder, model, optimizer if first else None, step=2),
+        lambda: checkpoint.save(folder, model, optimizer, step=2 + dist.get_rank()),
+        lambda: checkpoint.load(folder, model, optimizer if first else None),
+        lambda: checkpoint.load_full_state_dict(model, whole, strict=first),
+    ]
+    told = []
+    for call in calls:
+        try:
+            call()
+        except AgreementError as error:
+            told.append(str(error))
+    return [*told, checkpoint.load(folder, model, optimizer)["step"]]
+
+
+def test_ranks_that_give_different_arguments_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    for *told, step in ranks.run(2, disagreeing, tmp_path):
+        assert step == 1
+        assert "rank 0: step=2, keep=None, optimizer='AdamW'\n  rank 1: step=2, keep=None, optimizer=None" in told[0]
+        assert "rank 0: step=2," in told[1] and "rank 1: step=3," in told[1]
+        assert "rank 0: optimizer='AdamW'\n  rank 1: optimizer=None" in told[2]
+        assert "load_full_state_dict: " in told[3] and "rank 1: strict=False" in told[3]
+        assert len(told) == 4
+
+
+def out_of_space(folder: Path, rank: int) -> str:
+    """A save during which this rank's disk is full; what every rank is told."""
+    model, optimizer = trained(2, 1)
+    fsync = os.fsync
+
+    def full(file: int) -> None:
+        if dist.get_rank() == rank:
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    os.fsync = full
+    try:
+        checkpoint.save(folder, model, optimizer, step=1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        os.fsync = fsync
+    return "saved"
+
+
+def test_a_full_disk_is_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks.run(2, out_of_space, tmp_path, 1)
+    assert all("saving a checkpoint failed on 1 ranks\nrank 1: OSError: [Errno 28]" in text for text in told), told
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_file_cut_short_is_no_checkpoint(tmp_path: Path, keep: int) -> None:
+    model, optimizer = trained(2, 1)
+    folder = checkpoint.save(tmp_path, model, optimizer, step=1)
+    (file,) = folder.glob("*.distcp")
+    os.truncate(file, keep)
+    with pytest.raises(RuntimeError, match=r"loading a checkpoint failed on 1 ranks\nrank 0: "):
+        checkpoint.load(tmp_path, *trained(2, 0))
+
+
 class Killed(BaseException):
     pass
 
 
 def killed(call: Callable[[], Any]) -> bool:
-    """Whether `Killed` ended the call; torch.distributed.checkpoint wraps what is raised inside of it."""
+    """Whether `Killed` ended the call; what is raised while files are written is told to all ranks."""
     try:
         call()
     except Killed:
         return True
-    except CheckpointException as error:
+    except RuntimeError as error:
         return "Killed" in str(error)
     return False
 

@@ -13,6 +13,7 @@ dividing it by 1e-8; of everything else 1e-15.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -74,7 +75,11 @@ CONTRIBUTORS = [
         ((2, 1), (3, 3), (4, 2)), (True, False), PRECISIONS
     )
 ]
-FEW_CONTRIBUTORS = [horror(4, 2, "bfloat16", "adamw", 3, True), horror(3, 3, "float64", "sgd", 3, False)]
+FEW_CONTRIBUTORS = [
+    horror(4, 2, "bfloat16", "adamw", 3, True),
+    horror(3, 3, "float64", "sgd", 3, False),
+    dataclasses.replace(horror(4, 2, "float64", "adamw", 3, True), subject="horror_offloaded"),
+]
 
 
 @pytest.mark.parametrize("case", few_and_full(FEW_CONTRIBUTORS, CONTRIBUTORS))

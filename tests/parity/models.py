@@ -306,6 +306,7 @@ def horror_loss(output: Any, step: int, rank: int) -> Tensor:
 
 SUBJECTS: dict[str, Subject] = {
     "horror": Subject(horror, horror_inputs, horror_loss, options={"debug": True}),
+    "horror_offloaded": Subject(horror, horror_inputs, horror_loss, options={"debug": True, "cpu_offload": True}),
     "horror_wide": Subject(partial(horror, wide=True), horror_inputs, horror_loss, options={"debug": True}),
     "mlp": Subject(SpareMLP, features_and_targets, options={"units": nn.Linear}),
     "two_heads": Subject(TwoHeads, features, two_heads_loss, options={"units": nn.Linear}),

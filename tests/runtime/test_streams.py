@@ -64,6 +64,7 @@ CONFIGURATIONS = [
         2, 4, {"cpu_offload": True, "mixed_precision": fxshard.MixedPrecision(torch.bfloat16)}, id="offload-hybrid"
     ),
     pytest.param(1, 2, {"cpu_offload": True}, id="offload-replicate"),
+    pytest.param(1, 1, {"cpu_offload": True}, id="offload-alone"),
 ]
 
 
