@@ -4,6 +4,7 @@ On a CPU both memories are the host's, and every copy between them is made all t
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ def test_a_schedule_of_shards_that_are_elsewhere_is_refused():
     model.schedule = model.schedule.copy()
 
 
+@functools.cache
 def schedule(F: int, W: int, **options):
     torch._dynamo.reset()
     return fxshard.trace(Tied(), (batches(1)[0],), F=F, W=W, cpu_offload=True, **options)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fxshard
-from examples.models import encoder_decoder_small, encoder_decoder_small_inputs
+from examples.models import GPT, GPTConfig
 from fxshard import deferred
 from tests.capture.compare import Block, differences, full, train_both
 from tests.parity.models import SUBJECTS
@@ -89,7 +89,8 @@ def test_a_part_on_the_meta_device_leaves_the_rest_alone():
 def test_trace_inside_the_meta_block_the_model_was_made_in():
     """The default device is of the block, not of what is traced: `torch.arange` in forward is not on meta."""
     with torch.device("meta"):
-        model, inputs = encoder_decoder_small(), encoder_decoder_small_inputs()
+        model = GPT(GPTConfig(layers=2, width=16, heads=2, vocabulary=32, length=8))
+        inputs = {"tokens": torch.zeros(2, 8, dtype=torch.int64)}
         inside = fxshard.trace(model, inputs, F=2)
         assert torch.empty(1).device.type == "meta"
     assert inside.text("all") == fxshard.trace(model, inputs, F=2).text("all")

@@ -49,6 +49,6 @@ def trained(F: int, directory: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("W", "F"), [(4, 2), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("W", "F"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.full), (2, 1)])
 def test_the_same_bits_with_and_without(ranks: Ranks, W: int, F: int, tmp_path: Path) -> None:
     assert ranks.run(W, trained, F, tmp_path) == [[]] * W

@@ -69,6 +69,10 @@ def test_real_ranks_equal_one_process(ranks: Ranks, case: Case) -> None:
     assert_some_steps_clip(case)
 
 
+OFFLOADED = [
+    dataclasses.replace(horror(W, F, "float64", "adamw", 3, True), subject="horror_offloaded")
+    for W, F in ((2, 1), (3, 3), (4, 2))
+]
 CONTRIBUTORS = [
     horror(W, F, precision, optimizer, 3, reshard)
     for (W, F), reshard, (precision, optimizer) in itertools.product(
@@ -78,11 +82,10 @@ CONTRIBUTORS = [
 FEW_CONTRIBUTORS = [
     horror(4, 2, "bfloat16", "adamw", 3, True),
     horror(3, 3, "float64", "sgd", 3, False),
-    dataclasses.replace(horror(4, 2, "float64", "adamw", 3, True), subject="horror_offloaded"),
 ]
 
 
-@pytest.mark.parametrize("case", few_and_full(FEW_CONTRIBUTORS, CONTRIBUTORS))
+@pytest.mark.parametrize("case", few_and_full(FEW_CONTRIBUTORS, [*CONTRIBUTORS, *OFFLOADED]))
 def test_contributors_equal_one_process(case: Case) -> None:
     got = train_contributors(case)
     found = differences(expected_of(case, got), got)

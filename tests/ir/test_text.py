@@ -82,14 +82,11 @@ def test_it_is_the_same_in_another_process():
         "import fxshard\nfrom tests.capture.compare import Framed, batches\n"
         "print(fxshard.trace(Framed(), (batches(1)[0],), F=2, W=4).text('all'))"
     )
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", program], check=True, timeout=300, capture_output=True, text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert texts == {schedule().text("all") + "\n"}
+    other = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=300, capture_output=True, text=True,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+    )  # fmt: skip
+    assert other.stdout == schedule().text("all") + "\n"
 
 
 def test_work_is_told_under_the_unit_whose_code_it_is():

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIMIZERS = ("sgd", "adamw")
 
 FLOAT64 = [
-    *(Case("two_heads", W, F, "adamw") for W, F in worlds()),
-    *(Case(subject, 4, 2, "sgd") for subject in ("mlp", "gpt")),
+    *(Case("two_heads", W, F, "adamw") for W, F in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2))),
+    Case("mlp", 4, 2, "sgd"),
     Case("gpt", 3, 3, "adamw", ragged=False),
     *(Case(subject, 2, 2, "adamw") for subject in ("llama", "resnet")),
 ]
