@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -33,4 +35,9 @@ def test_the_page_is_what_the_systems_do(ranks: Ranks) -> None:
     found, lines = rows(ranks), written()
     if torch.__version__ not in lines[-1]:
         found, lines = ([line.split(" | ")[:2] for line in text] for text in (found, lines[: len(found)]))  # type: ignore[misc]
-    assert lines[: len(found)] == found
+    assert [outcome(line) for line in lines[: len(found)]] == [outcome(line) for line in found]
+
+
+def outcome(line: str) -> str:
+    """A line without how a system fails: where its ranks are in different collectives, that is a matter of time."""
+    return re.sub(r"error \([\w ]+\)|\*\*hangs\*\*", "fails", line)
