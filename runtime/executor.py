@@ -346,11 +346,14 @@ class _Binder:
     # -- one method a kind
 
     def _cast_shard(self, node: fx.Node) -> Callable[..., Any]:
-        storage, queue, streams = self._flat(node), info(node).queue, self.streams
         source = self.buffers[node.args[0]]  # type: ignore[index]
-        out = self._place(node, storage.flat.param_dtype, source.numel())
+        out = self._place(node, self._flat(node).flat.param_dtype, source.numel())
         self.buffers[node] = out
-        before = self._before(node, queue)
+        return self._filling(node, lambda: cast_shard(source, out))
+
+    def _filling(self, node: fx.Node, fill: Callable[[], None]) -> Callable[..., Any]:
+        """`fill`, from what the node reads into its buffer, on its queue and behind what frees its slot."""
+        queue, streams, before = info(node).queue, self.streams, self._before(node, info(node).queue)
         read, label = self._label(node.args[0]), self._label(node)  # type: ignore[arg-type]
 
         def run() -> None:
@@ -358,7 +361,7 @@ class _Binder:
             with streams.on(queue):
                 streams.touch(queue, read, False)
                 streams.touch(queue, label, True)
-                cast_shard(source, out)
+                fill()
 
         return run
 
@@ -377,20 +380,14 @@ class _Binder:
             beside = dataclasses.replace(slot, offset=slot.offset + made, num_bytes=slot.num_bytes - made)
             brought = executor.slot(beside, flat.dtype, source.numel())
         self.buffers[node] = out
-        before = self._before(node, queue)
-        read, label = self._label(node.args[0]), self._label(node)  # type: ignore[arg-type]
 
-        def run() -> None:
-            before()
-            with streams.on(queue):
-                streams.touch(queue, read, False)
-                streams.touch(queue, label, True)
-                brought.copy_(source, non_blocking=True)
-                if brought is not out:
-                    cast_shard(brought, out)
-                executor.loaded = streams.record(queue)
+        def fill() -> None:
+            brought.copy_(source, non_blocking=True)
+            if brought is not out:
+                cast_shard(brought, out)
+            executor.loaded = streams.record(queue)
 
-        return run
+        return self._filling(node, fill)
 
     def _all_gather(self, node: fx.Node) -> Callable[..., Any]:
         if info(node).members:

@@ -335,9 +335,8 @@ class _Lives:
         one = {(info(n).kind, flat): n for n in phase.graph.nodes for flat in info(n).flats}
         for node in phase.graph.nodes:
             found = info(node)
-            whole = (
-                found.kind in ops.UNSHARDS_LOCALLY and found.queue == "compute"
-            )  # at F = 1 the cast is the whole unshard
+            # At F = 1 a cast or load is the whole unshard.
+            whole = found.kind in ops.UNSHARDS_LOCALLY and found.queue == "compute"
             if found.kind == "all_gather" or whole:
                 if kept := [flat for flat in found.flats if flat not in schedule.resident]:
                     frees = [one[("free", flat)] for flat in kept if ("free", flat) in one]

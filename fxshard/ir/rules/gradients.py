@@ -16,9 +16,8 @@ from fxshard.ir.schedule import Schedule
 
 def reduced_exactly_once(schedule: Schedule, phase: Phase) -> list[Problem]:
     """Each gradient enters one FLAT, one RS if F > 1, one AR if replicas > 1, one STORE if it goes to the host, one ACC, and
-    leaves no other way. What stays
-    behind for a later backward enters one KEEP instead: of whole gradients, or after the RS. What earlier backwards kept
-    enters once too."""
+    leaves no other way. What stays behind for a later backward enters one KEEP instead: of whole gradients, or after the RS.
+    What earlier backwards kept enters once too."""
     if phase.name != "backward":
         return []
     problems: list[Problem] = []
