@@ -206,13 +206,13 @@ class _Operation:
         return [r.record for r in (refs[1:] if _name(self.func) in _OVERWRITES else refs)]
 
     def replaces(self, record: _Record) -> bool:
-        """Whether nothing of what was in the storage before is left."""
+        """Whether nothing of what was in the storage before is left, nor went into what is there now."""
         if record in self.made:
             return True
         target = self.args[0] if self.args else None
-        return (
-            _name(self.func) in _OVERWRITES and isinstance(target, _Ref) and target.record is record and target.covers()
-        )
+        if _name(self.func) not in _OVERWRITES or not isinstance(target, _Ref):
+            return False
+        return target.record is record and target.covers() and record not in self.reads
 
 
 class _Recorder(FakeTensorMode):
