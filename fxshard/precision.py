@@ -34,10 +34,10 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
             if leaf.dtype != dtype:
                 changed[i] = leaf.to(dtype)
         elif _is_dataclass(leaf):
-            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
             new = {name: cast(value, dtype) for name, value in fields.items()}
             if any(new[name] is not value for name, value in fields.items()):
-                changed[i] = dataclasses.replace(leaf, **new)
+                changed[i] = _replaced(leaf, new)
     if not changed:
         return values
     return pytree.tree_unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
@@ -51,9 +51,18 @@ def _floats(values: Any) -> list[Tensor]:
             found.append(leaf)
         elif _is_dataclass(leaf):
             for f in dataclasses.fields(leaf):
-                if f.init:
-                    found += _floats(getattr(leaf, f.name))
+                found += _floats(getattr(leaf, f.name))
     return found
+
+
+def _replaced(instance: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass instance with these values of its fields, those that its constructor does not take included."""
+    given = {f.name: values[f.name] for f in dataclasses.fields(instance) if f.init}
+    made = dataclasses.replace(instance, **given)
+    for f in dataclasses.fields(instance):
+        if not f.init:
+            object.__setattr__(made, f.name, values[f.name])  # it may be frozen
+    return made
 
 
 def _is_float(x: Any) -> bool:
@@ -138,6 +147,8 @@ class Entrance:
         self.module.__dict__["forward"] = self._entered
 
     def close(self) -> None:
+        if self.module.__dict__.get("forward") is not self._entered:
+            return  # it was not opened
         if self._own is None:
             del self.module.__dict__["forward"]
         else:

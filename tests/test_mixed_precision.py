@@ -459,6 +459,48 @@ def test_dataclasses_dicts_and_named_tuples_are_cast_and_integers_never(output: 
     agree(plain, sharded)
 
 
+@dataclasses.dataclass(frozen=True)
+class Masked:
+    """Two fields that its constructor does not take, one of which may be set later."""
+
+    x: Tensor
+    size: int = dataclasses.field(init=False)
+    mask: Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", self.x.shape[-1])
+
+
+class OfMasked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Masked) -> Masked:
+        y = self.linear(given.x)
+        if given.mask is not None:
+            assert given.mask.dtype == given.x.dtype
+            y = y * given.mask
+        result = Masked(y)
+        object.__setattr__(result, "mask", y + 1)
+        return result
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_fields_that_a_dataclass_sets_itself_are_kept_and_cast(masked: bool) -> None:
+    master = made(OfMasked)
+    precision = MixedPrecision(param=BF16, reduce=FP32, output=FP64)
+    sharded = fxshard.compile(copy.deepcopy(master), F=2, mixed_precision=precision, units="none")
+    given, mask = Masked(batches(1)[0]), torch.linspace(0, 1, WIDTH)
+    if masked:
+        object.__setattr__(given, "mask", mask)
+    out = sharded(given)
+    assert given.x.dtype == FP32 and (given.mask is mask or not masked)
+    y = copy.deepcopy(master).bfloat16().linear(given.x.bfloat16()) * (mask.bfloat16() if masked else 1)
+    assert isinstance(out, Masked) and out.size == WIDTH
+    assert identical(out.x.detach(), y.detach().double()) and identical(out.mask.detach(), (y + 1).detach().double())
+
+
 def test_what_needs_no_cast_is_the_same_object() -> None:
     values = {
         "x": torch.ones(1, dtype=BF16),
