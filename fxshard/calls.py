@@ -153,16 +153,16 @@ def _runner(
         if cast_to is not None:
             args, kwargs = cast((args, kwargs), cast_to)
         outermost, state.in_call = not state.in_call, True
-        if outermost:
-            for table, name, master, handle in handles:
-                if handle.requires_grad != master.requires_grad:
-                    handle.requires_grad_(master.requires_grad)
-                table[name] = handle
-            for entrance in state.entrances:
-                entrance.open()
         failure: Exception | None = None
         outputs = None
         try:
+            if outermost:
+                for table, name, master, handle in handles:
+                    if handle.requires_grad != master.requires_grad:
+                        handle.requires_grad_(master.requires_grad)
+                    table[name] = handle
+                for entrance in state.entrances:
+                    entrance.open()
             with torch_private.while_capturing():
                 outputs = captured(*args, **kwargs)
         except torch_private.CAPTURE_FAILURES as error:
