@@ -139,8 +139,11 @@ class DistributedWorld(World):
             column = {r: c for row in self.grid for c, r in enumerate(row)}
             chunks = [pieces[column[r]] for r in range(self.W)]
         if flat.shard_numel:
-            dist.scatter(part.view(torch.uint8), chunks, src=0)
+            self._scatter(part.view(torch.uint8), chunks)
         return part
+
+    def _scatter(self, part: Tensor, chunks: list[Tensor] | None) -> None:
+        dist.scatter(part, chunks, src=0)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         if tensor.numel():
@@ -181,6 +184,17 @@ class GlooWorld(DistributedWorld):
         self.shard_exchange = DirectGroup(self.shard_ranks, self.shard_group, self.shard_rank)
         self.replica_exchange = DirectGroup(self.replica_ranks, self.replica_group, self.replica_rank)
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="fxshard-replicate")
+
+    def _scatter(self, part: Tensor, chunks: list[Tensor] | None) -> None:
+        # As in `gather_to_first`: a thread of gloo's would hold what is scattered until the next unit is made.
+        if chunks is None:
+            dist.recv(part, 0, group=self.control)
+            return
+        sent = [dist.isend(chunk, rank, group=self.control) for rank, chunk in enumerate(chunks) if rank]
+        part.copy_(chunks[0])
+        for work in sent:
+            assert work is not None, "this rank is of the group"
+            work.wait()
 
     def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
         issue = self.shard_exchange.bind_all_gather(shard, full)
