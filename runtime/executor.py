@@ -259,6 +259,7 @@ class Program:
             streams.synchronize()  # collectives under way still write to buffers of the next phase
             for kept in list(executor.kept.values()) if name == "backward" else ():  # a part of it may be reduced
                 kept.clear()
+            executor.world.abandon()
             if executor.world.W > 1 and executor.world.kind != "virtual":
                 executor.broken = f"{name} was interrupted by {type(error).__name__}: {error}"
             raise

@@ -92,6 +92,10 @@ class VirtualWorld(World):
     def completes(self) -> bool:
         return self.contributor == self.data_ranks - 1
 
+    def abandon(self) -> None:
+        self._parts.clear()
+        self._flags = []
+
     def _contribute(self, flat: str, part: Tensor) -> list[Tensor] | None:
         """Collect one rank's part; all of them once the last has come."""
         parts = self._parts.setdefault(flat, [])

@@ -96,6 +96,10 @@ class World(ABC):
         """Whether the backward under way ends with reduced gradients."""
         return True
 
+    def abandon(self) -> None:
+        """Told when a phase was interrupted: a step that goes through several ranks' batches starts again with the first."""
+        return None
+
     @abstractmethod
     def bind_all_gather(self, flat: FlatParameter, shard: Tensor, full: Tensor) -> Issue:
         """shard (held * S,) of every rank of the shard group -> full (padded,)."""

@@ -461,6 +461,37 @@ def test_multi_contributor_steps_are_the_mean_over_ranks():
         torch.testing.assert_close(full(b.grad), a.grad, msg=name)
 
 
+def test_contributors_start_again_after_a_backward_that_failed():
+    """With the first of them, whether the failure was one of a backward or that a rank's was left out."""
+    world = fxshard.VirtualWorld(1, contributors=3)
+    plain, sharded = pair(Framed, None, world=world)
+    given = batches(3)
+
+    def fail(p: Tensor) -> None:
+        raise KeyError("a hook of the user's")
+
+    def backward(r: int) -> None:
+        with world.rank(r):
+            sharded(given[r]).square().sum().backward()
+
+    for r in range(2):
+        backward(r)
+    hook = next(sharded.parameters()).register_post_accumulate_grad_hook(fail)
+    with pytest.raises(KeyError, match="a hook of the user's"):
+        backward(2)
+    hook.remove()
+    sharded.zero_grad()
+    backward(0)  # of a step that goes no further
+    with pytest.raises(RuntimeError, match=r"rank 0 reduces .* after 1 other ranks did in this step"):
+        backward(0)
+    sharded.zero_grad()
+    for r, x in enumerate(given):
+        backward(r)
+        (plain(x).square().sum() / 3).backward()
+    for (name, a), b in zip(plain.named_parameters(), sharded.parameters()):
+        torch.testing.assert_close(full(b.grad), a.grad, msg=name)
+
+
 def test_contributors_evaluate_between_steps():
     """Each rank sees its own buffers, under no_grad too, and an evaluation is no contribution."""
     world = fxshard.VirtualWorld(2, contributors=2)
