@@ -38,6 +38,7 @@ class KeptGradients:
         """By contributor, of which parameters it brought a gradient."""
         self.standing: dict[int, KeptGradient] = {}
         """What stands in `.grad`, by position of the parameter."""
+        _watch_optimizers()
 
     def keep_whole(self, gradients: Sequence[Tensor | None], flatten: Flatten) -> None:
         """Add this contributor's gradients to what is kept of its own."""
@@ -71,7 +72,6 @@ class KeptGradients:
                 self.storage.sharded_gradient(leaf)
         self.live[self.storage.flat.name] = self
         _STANDING.add(self)
-        _watch_optimizers()
         flags = self.flags.setdefault(self.storage.world.contributor, [False] * len(present))
         for i, (leaf, here) in enumerate(zip(leaves, present)):
             flags[i] |= here
@@ -123,8 +123,24 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _STANDING or any(map(callable, (*args[1:], kwargs.get("closure")))):  # a closure may hold the last backward
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    closure = next(filter(callable, (*args[1:], kwargs.get("closure"))), None)
+    if closure is None:
+        _refuse_kept(optimizer)
+        return None
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        loss = closure()  # which may hold the last backward
+        _refuse_kept(optimizer)
+        return loss
+
+    args, kwargs = tuple(checked if a is closure else a for a in args), dict(kwargs)
+    return args, (kwargs | {"closure": checked} if "closure" in kwargs else kwargs)
+
+
+def _refuse_kept(optimizer: torch.optim.Optimizer) -> None:
+    if not _STANDING:
         return
     for group in optimizer.param_groups:
         for p in group["params"]:

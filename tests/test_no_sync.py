@@ -401,6 +401,25 @@ def test_a_closure_may_hold_the_last_backward() -> None:
     assert all(torch.allclose(a.full_tensor(), b, rtol=0, atol=1e-12) for a, b in pairs)
 
 
+def test_a_closure_that_keeps_its_gradients_steps_nothing() -> None:
+    """Foreach optimizers decay weights and count steps before they look at a gradient."""
+    model, _ = sharded(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, foreach=True)
+    before = [p.full_tensor() for p in model.parameters()]
+
+    def closure() -> Tensor:
+        with model.no_sync():
+            loss = model(batch(0, 0)).square().sum()
+            loss.backward()
+        return loss
+
+    for given in ((closure,), ()):
+        with pytest.raises(RuntimeError, match=r"is not complete: .* by an optimizer's step"):
+            optimizer.step(*given, **({} if given else {"closure": closure}))
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+
+
 def test_a_forward_that_fails_loses_nothing() -> None:
     model, _ = sharded(2, 1)
     with model.no_sync():
