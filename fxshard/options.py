@@ -168,8 +168,9 @@ class Options:
         check_choice("compute", self.compute, COMPUTE)
         if not isinstance(self.mixed_precision, MixedPrecision):
             raise TypeError(f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision was expected")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s!r}: a positive number of seconds was expected")
+        timeout = self.timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_S:
+            raise ValueError(f"timeout_s={timeout!r}: a positive number of seconds was expected, at most {LONGEST_S:g}")
         is_class = isinstance(self.passes, type)
         if is_class or not (self.passes is None or callable(self.passes) or isinstance(self.passes, (list, tuple))):
             raise TypeError(f"passes={self.passes!r}: a list of passes, or a callable from the default list to a list")
@@ -212,6 +213,8 @@ class Options:
 
 
 COMPUTE = ("eager",)
+LONGEST_S = 1e9
+"""About 30 years; clocks that count nanoseconds in 64 bits do not go much further."""
 
 
 def check_depth(name: str, value: Any) -> None:

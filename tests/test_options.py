@@ -51,6 +51,8 @@ def test_an_unknown_option_lists_the_allowed_and_suggests(entry):
         ({"dynamic": "maybe"}, ValueError, r"dynamic='maybe'"),
         ({"dynamic": 1}, ValueError, r"dynamic=1"),
         ({"timeout_s": -1}, ValueError, r"timeout_s=-1"),
+        ({"timeout_s": float("inf")}, ValueError, r"timeout_s=inf.*at most 1e\+09"),
+        ({"timeout_s": float("nan")}, ValueError, r"timeout_s=nan"),
         ({"timeout_s": "long"}, (TypeError, ValueError), r"timeout_s='long'"),
     ],
 )
