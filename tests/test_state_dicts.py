@@ -112,6 +112,19 @@ def test_an_optimizer_that_stepped_before_its_model_was_sharded() -> None:
     assert all(isinstance(s["momentum_buffer"], fxshard.ShardedParameter) for s in optimizer.state.values())
 
 
+def test_an_optimizer_that_is_given_a_sharded_model_later() -> None:
+    """It stepped with plain parameters before, after a model was sharded."""
+    _, sharded = pair(Framed, 2)
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(other.parameters(), 0.01)
+    other(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(sharded.parameters())})
+    train(sharded, optimizer, batches(1))
+    state = optimizer.state_dict()["state"]
+    assert [type(s["exp_avg"]) for s in state.values()] == [torch.Tensor] * (2 + len(list(sharded.parameters())))
+
+
 def test_inside_unsharded_it_is_the_plain_models() -> None:
     _, sharded = pair(Framed, 2)
     with sharded.unsharded():
@@ -152,16 +165,18 @@ def test_buffers_of_several_contributors(state_of: Callable[..., Any], load: Cal
     """A state dict has rank 0's; loading one gives them to all."""
     world = fxshard.VirtualWorld(2, contributors=2)
     torch.manual_seed(0)
-    model = fxshard.compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), world=world, units="none")
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    plain[2].running_mean = plain[1].running_mean
+    model = fxshard.compile(plain, world=world, units="none")
     means = []
     for r in range(2):
         with world.rank(r):
             model(torch.randn(8, 4) + r).sum().backward()
             means.append(model[1].running_mean.clone())
     state = state_of(model)
-    assert torch.equal(state["1.running_mean"], means[0])
+    assert torch.equal(state["1.running_mean"], means[0]) and torch.equal(state["2.running_mean"], means[0])
     assert not torch.equal(means[0], means[1])
     load(model, state)
     for r in range(2):
         with world.rank(r):
-            assert torch.equal(model[1].running_mean, means[0])
+            assert torch.equal(model[1].running_mean, means[0]) and model[2].running_mean is model[1].running_mean

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fxshard.options import listed
 from fxshard.parameter import ShardedParameter
+from fxshard.runtime.world import together
 
 if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage
@@ -31,8 +32,10 @@ class Contents:
     """What is no tensor, by name (`get_extra_state`)."""
 
     @staticmethod
-    def of(model: nn.Module) -> Contents:
-        """Raises TypeError or ValueError for anything but the module that `fxshard.compile` was given."""
+    def of(model: nn.Module, what: str) -> Contents:
+        """Raises TypeError or ValueError for anything but the module that `fxshard.compile` was given.
+
+        A collective: what the model's own hooks raise on one rank is told on all, as a failure of `what`."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"a model that fxshard.compile returned was expected, not {type(model).__name__}")
         named: dict[str, Any] = dict(model.named_parameters())
@@ -43,15 +46,26 @@ class Contents:
                 f"this {type(model).__name__} was not sharded by fxshard.compile: {held} not sharded under these names. "
                 "Give the module that compile was given, outside of `unsharded()`"
             )
-        state = model.state_dict(keep_vars=True)
+        storages = {p.binding.owner(): None for p in named.values()}
+        world = next(iter(storages)).world
+        with together(world, what):
+            state = model.state_dict(keep_vars=True)
         tied: dict[int, list[str]] = {}
         for name, value in state.items():
             tied.setdefault(id(value), []).append(name)
-        storages = {p.binding.owner(): None for p in named.values()}
         units = [(s, [tied.pop(id(p), []) for p in s.parameters.values()]) for s in storages]
         buffers = [(b, tied.pop(id(b))) for b in model.buffers() if id(b) in tied]
         others = {name: state[name] for names in tied.values() for name in names}
-        return Contents(model, next(iter(storages)).world, list(state), units, buffers, others)
+        return Contents(model, world, list(state), units, buffers, others)
+
+    def check_extra_states(self) -> None:
+        """Raise ValueError for what a state dict of this model holds and nothing could load again."""
+        odd = [f"'{name}'" for name in self.others if name.rpartition(".")[2] != "_extra_state"]
+        if odd:
+            raise ValueError(
+                f"the state dict of this {type(self.model).__name__} has {listed(odd)}, neither parameters nor buffers nor "
+                "extra state, which could not be loaded again: give it by `get_extra_state`"
+            )
 
     def shapes(self) -> list[tuple[list[str], tuple[int, ...]]]:
         """The names and shape of each tensor, in the order of the state dict."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard.checkpoint.contents import Contents, Incompatible
-from fxshard.checkpoint.whole import stream_state_dict
+from fxshard.checkpoint.whole import streamed
 from fxshard.ir.layout import storage_order
 from fxshard.runtime.world import agree, together
 
@@ -56,7 +56,7 @@ def load_safetensors(
     (if `strict`) or does not fit in shape or kind, FileNotFoundError, what the safetensors library says of a
     file that is none, and ImportError without that library.
     """
-    contents = Contents.of(model)
+    contents = Contents.of(model, "load_safetensors")
     agree(contents.world, "load_safetensors", strict=strict)
     with together(contents.world, "load_safetensors"), contextlib.ExitStack() as opened:
         files = _open(source, opened)
@@ -176,7 +176,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], max_sh
     A collective. Raises ValueError for dtypes and extra state that such files cannot hold; OSError on rank 0, which writes,
     and RuntimeError on the others.
     """
-    contents = Contents.of(model)
+    contents = Contents.of(model, "save_safetensors")
     folder = Path(directory)
     files = _Files(folder, {}, 1)
     with together(contents.world, "save_safetensors"):
@@ -185,7 +185,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], max_sh
             folder.mkdir(parents=True, exist_ok=True)
             files = _Files(folder, tensors, max_shard_bytes)
             files.begin()
-    stream = stream_state_dict(model)
+    stream = streamed(contents)
     with together(contents.world, "save_safetensors"):
         try:
             for name, tensor in stream:

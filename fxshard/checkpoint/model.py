@@ -40,10 +40,14 @@ def _hook(storages: Mapping[str, FlatStorage], plain: Callable[[], bool]) -> Cal
             for tied, whole in zip(names, storage.redistributed(pieces)):
                 state.update({n: whole for n in tied if _is_piece(state.get(n))})
         world = next(iter(storages.values())).world
+        firsts: dict[int, tuple[str, list[Tensor]]] = {}  # what is one buffer has one name and one value
         for name, buffer in module.named_buffers(remove_duplicate=False):
+            first, values = firsts.setdefault(id(buffer), (name, []))
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value is not buffer:  # with `keep_vars` it is
-                state[prefix + name] = world.first_ranks(name, value)
+                if not values:
+                    values.append(world.first_ranks(first, value))
+                state[prefix + name] = values[0]
 
     return convert
 

@@ -27,8 +27,8 @@ MOMENTS = frozenset(
 """What torch's optimizers call state of their parameters' shape."""
 
 _MET: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_OTHERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers without a sharded parameter, when they last stepped."""
+_OTHERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers without a sharded parameter, and how many they had when they last stepped: groups may be added."""
 
 
 _AS_PIECES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -60,10 +60,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def meet(optimizer: torch.optim.Optimizer) -> None:
     """From now on its state dicts hold DTensors, and it takes them; state that is whole is cut to pieces. Once is enough."""
-    if optimizer in _MET or optimizer in _OTHERS:
+    if optimizer in _MET:
+        return
+    number = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _OTHERS.get(optimizer) == number:
         return
     if next(_sharded(optimizer), None) is None:
-        _OTHERS.add(optimizer)
+        _OTHERS[optimizer] = number
     else:
         _MET.add(optimizer)
         optimizer.register_state_dict_post_hook(_to_dtensors)

@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,16 @@ def save(
     that `load` would refuse (it unpickles nothing but plain values); AgreementError where ranks give different arguments;
     RuntimeError on every rank for what fails on any.
     """
-    contents, folder = Contents.of(model), Path(directory)
+    contents, folder = Contents.of(model, "saving a checkpoint"), Path(directory)
     world = contents.world
     with together(world, "saving a checkpoint"):
         _check(step, keep)
+        contents.check_extra_states()
         named = _named(contents, optimizer)
     agree(world, "saving a checkpoint", step=step, keep=keep, optimizer=_kind(optimizer))
-    state, plain = _state(contents, optimizer, named)
+    buffers = [contents.world.first_ranks(names[0], buffer) for buffer, names in contents.buffers]
+    with together(world, "saving a checkpoint"):
+        state, plain = _state(contents, optimizer, named, buffers)
     plain |= {"step": step, "extra": extra, "random": world.gather_objects(_random_states(world.device))}
     names = ("", "")
     with together(world, "saving a checkpoint"):
@@ -135,7 +138,7 @@ def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer |
     ValueError where names, shapes or groups differ, AgreementError where some ranks give an optimizer and some do not;
     RuntimeError on every rank where a file cannot be read half way, which leaves the model half loaded.
     """
-    contents = Contents.of(model)
+    contents = Contents.of(model, "loading a checkpoint")
     world = contents.world
     agree(world, "loading a checkpoint", optimizer=_kind(optimizer))
     found: Path | None = None
@@ -159,13 +162,14 @@ def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer |
         )
     next(model.parameters()).binding.generation.value += 1  # type: ignore[attr-defined]
     world.buffers_changed(model)
-    for name, value in plain["model"].items():
-        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
-    if optimizer is not None:
-        held = state.get("optimizer", {}).get("state", {})
-        numbers = {name: number for number, name in named.items()}
-        values = {numbers[n]: others | held.get(n, {}) for n, others in plain["optimizer"]["state"].items()}
-        optimizer.load_state_dict({"state": values, "param_groups": groups})
+    with together(world, "loading a checkpoint"):
+        for name, value in plain["model"].items():
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        if optimizer is not None:
+            held = state.get("optimizer", {}).get("state", {})
+            numbers = {name: number for number, name in named.items()}
+            values = {numbers[n]: others | held.get(n, {}) for n, others in plain["optimizer"]["state"].items()}
+            optimizer.load_state_dict({"state": values, "param_groups": groups})
     _restore_random_states(contents, plain["random"])
     return plain["extra"] | {"step": plain["step"]}
 
@@ -276,14 +280,14 @@ def _named(contents: Contents, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _state(
-    contents: Contents, optimizer: torch.optim.Optimizer | None, named: Mapping[int, str]
+    contents: Contents, optimizer: torch.optim.Optimizer | None, named: Mapping[int, str], buffers: Sequence[Tensor]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What torch.distributed.checkpoint writes, and what `plain.pt` holds. Pieces are not copied. Buffers are rank 0's."""
+    """What torch.distributed.checkpoint writes, and what `plain.pt` holds. Pieces are not copied."""
     held: dict[str, Any] = {
         name: p for s, tied in contents.units for names, p in zip(tied, s.parameters.values()) for name in names
     }
-    for buffer, names in contents.buffers:
-        held |= dict.fromkeys(names, contents.world.first_ranks(names[0], buffer))
+    for value, (_, names) in zip(buffers, contents.buffers):
+        held |= dict.fromkeys(names, value)
     state: dict[str, Any] = {"model": {name: held[name] for name in contents.names if name in held}}
     plain: dict[str, Any] = {"model": contents.others, "tied": _tied(contents), "optimizer": None}
     if optimizer is not None:

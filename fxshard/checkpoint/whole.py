@@ -23,11 +23,10 @@ def stream_state_dict(model: nn.Module) -> Iterator[tuple[str, Any]]:
     that goes on as it is iterated: every rank runs the loop to its end, though its body is entered on rank 0 only. Raises
     ValueError for a model that is not sharded, TypeError for what is no module.
     """
-    contents = Contents.of(model)
-    return _stream(contents)
+    return streamed(Contents.of(model, "stream_state_dict"))
 
 
-def _stream(contents: Contents) -> Iterator[tuple[str, Any]]:
+def streamed(contents: Contents) -> Iterator[tuple[str, Any]]:
     for storage, tied in contents.units:
         yield from _unit(storage, tied)  # its buffer is gone before the next one is gathered
     for buffer, names in contents.buffers:
@@ -48,8 +47,8 @@ def _unit(storage: FlatStorage, tied: list[list[str]]) -> Iterator[tuple[str, Te
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The plain model's whole state dict, on the CPU, on rank 0; {} on other ranks. A collective; see `stream_state_dict`."""
-    contents = Contents.of(model)
-    found = dict(_stream(contents))
+    contents = Contents.of(model, "full_state_dict")
+    found = dict(streamed(contents))
     return {name: found[name] for name in contents.names if name in found}
 
 
@@ -60,12 +59,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None, stri
     cast to the dtypes here; of tied names one is enough, and the first counts. A collective. Returns what is missing and
     unexpected; raises TypeError or ValueError with nothing loaded where that is anything and `strict`, or shapes differ.
     """
-    contents = Contents.of(model)
+    contents = Contents.of(model, "load_full_state_dict")
     world = contents.world
     agree(world, "load_full_state_dict", strict=strict)
     given: Mapping[str, Any] = {}
     result = Incompatible([], [])
     with together(world, "load_full_state_dict"):
+        contents.check_extra_states()
         if world.is_first:
             given, result = _checked(contents, state, strict)
     present, result = world.gather_objects((set(given), result))[0]
@@ -78,8 +78,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None, stri
             world.broadcast_from_first(buffer)
     world.buffers_changed(model)
     others = {name: given.get(name) for name in contents.others if name in present}
-    for name, value in world.gather_objects(others)[0].items():
-        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    told = world.gather_objects(others)[0]
+    with together(world, "load_full_state_dict"):
+        for name, value in told.items():
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     return result
 
 

@@ -84,15 +84,8 @@ def check(expected: Any, loaded: Any, steps: int) -> None:
     assert set(with_state) == ({n for n, _ in Partly().named_parameters()} - unused if steps else set())
 
 
-@pytest.mark.parametrize(
-    ("W", "F", "steps"),
-    [
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in ((4, 2, 2), (4, 4, 2), (3, 1, 1), (1, 1, 3), (2, 2, 0))
-        ),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("W", "F", "steps"), [(4, 2, 2), (4, 4, 2), (3, 1, 1), (1, 1, 3), (2, 2, 0)])
 def test_saved_anywhere_loads_anywhere(ranks: Ranks, tmp_path: Path, W: int, F: int, steps: int) -> None:
     """Bit-equal on 1 to 4 ranks with other F and units, and in virtual worlds of 1, 3 and 8 shards."""
     folder = str(tmp_path)
@@ -102,6 +95,12 @@ def test_saved_anywhere_loads_anywhere(ranks: Ranks, tmp_path: Path, W: int, F: 
             check(expected, loaded, steps)
     for G in (1, 3, 8):
         check(expected, load(folder, G, (nn.Linear,)), steps)
+
+
+def test_saved_on_three_ranks_loads_on_two(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(3, save, str(tmp_path), 3, 2)[0]
+    for loaded in ranks.run(2, load, str(tmp_path), 2, "none"):
+        check(expected, loaded, 2)
 
 
 def test_saved_in_a_virtual_world_loads_on_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -470,3 +469,75 @@ def test_what_one_rank_fails_at_is_told_everywhere(ranks: Ranks, tmp_path: Path)
     assert "saving a checkpoint failed on 1 of 3 ranks\nrank 1: ValueError" in told.value.texts[0]
     assert "not the model's: one of shape (2,) in group 2" in told.value.texts[1]
     assert names(tmp_path) == []
+
+
+class Fails(nn.Module):
+    """Its state dict cannot be made, or loaded, on rank 1."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def get_extra_state(self) -> int:
+        if self.when == "made" and dist.get_rank() == 1:
+            raise KeyError("a state dict that is made")
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if self.when == "loaded" and dist.get_rank() == 1:
+            raise KeyError("a state dict that is loaded")
+
+
+def calls_with(model: nn.Module, folder: str) -> dict[str, Callable[[], Any]]:
+    whole = Fails("").state_dict() if dist.get_rank() == 0 else None
+    return {
+        "save": lambda: checkpoint.save(folder, model, step=1),
+        "load": lambda: checkpoint.load(folder, model),
+        "full_state_dict": lambda: checkpoint.full_state_dict(model),
+        "stream_state_dict": lambda: checkpoint.stream_state_dict(model),
+        "load_full_state_dict": lambda: checkpoint.load_full_state_dict(model, whole),
+        "load_safetensors": lambda: checkpoint.load_safetensors(model, folder),
+        "save_safetensors": lambda: checkpoint.save_safetensors(model, folder),
+    }
+
+
+def failing_in_extra_state(folder: str) -> dict[str, str]:
+    """What each function raises on this rank."""
+    models = {when: fxshard.compile(Fails(when), units="none") for when in ("never", "made", "loaded")}
+    calls_with(models["never"], folder)["save"]()
+    told = {}
+    for when, model in models.items():
+        for name, call in calls_with(model, folder).items():
+            if when == "made" or (when == "loaded" and name in ("load", "load_full_state_dict")):
+                try:
+                    call()
+                except Exception as error:
+                    told[f"{name} {when}"] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def test_what_a_models_own_state_fails_at_is_told_everywhere(ranks: Ranks, tmp_path: Path) -> None:
+    first, second, third = ranks.run(3, failing_in_extra_state, str(tmp_path), timeout_s=60.0)
+    assert len(first) == 9 and first.keys() == second.keys() and first == third
+    for name, text in second.items():
+        assert text == f"KeyError: 'a state dict that is {name.split()[1]}'"
+        assert first[name].startswith("RuntimeError: ") and "failed on 1 of 3 ranks\nrank 1: " + text in first[name]
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+    class Adds(nn.Linear):
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "format"] = "mine"
+
+    model = fxshard.compile(nn.Sequential(Adds(3, 3)), F=2, units="none")
+    with pytest.raises(ValueError, match=r"Sequential has '0\.format', neither parameters nor buffers nor extra state"):
+        checkpoint.save(tmp_path, model, step=1)
+    whole = checkpoint.full_state_dict(model)
+    assert whole["0.format"] == "mine"
+    with pytest.raises(ValueError, match=r"'0\.format', neither"):
+        checkpoint.load_full_state_dict(model, whole)
