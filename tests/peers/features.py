@@ -10,18 +10,38 @@ import contextlib
 import copy
 import io
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import fxshard
 
@@ -36,6 +56,29 @@ class System:
     """Whether some outputs are not used, which DDP has to be told."""
 
     def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
+        raise NotImplementedError
+
+    def deferred(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Built without memory, sharded, and then made real."""
+        with torch.device("meta"):
+            model = build()
+        return self.wrap(model)
+
+    def offloaded(self, model: nn.Module) -> nn.Module:
+        """Sharded, with its shards in host memory."""
+        raise NotImplementedError("it does not shard")
+
+    def summed(self, model: nn.Module) -> nn.Module:
+        """Sharded, with gradients that are the sum over ranks."""
+        raise NotImplementedError
+
+    def with_method(self, model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Any]]:
+        """Sharded, and a method of it beside forward."""
+        model = self.wrap(model)
+        return model, getattr(model, name)
+
+    def whole(self, model: Any) -> AbstractContextManager[None]:
+        """Inside, parameters are whole."""
         raise NotImplementedError
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
@@ -60,19 +103,69 @@ class Fxshard(System):
     def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
         return fxshard.compile(model, F, units=[nn.Linear])
 
+    def deferred(self, build: Callable[[], nn.Module]) -> nn.Module:
+        return self.wrap(fxshard.deferred_init(build))
+
+    def offloaded(self, model: nn.Module) -> nn.Module:
+        return fxshard.compile(model, units=[nn.Linear], cpu_offload=True)
+
+    def summed(self, model: nn.Module) -> nn.Module:
+        return fxshard.compile(model, units=[nn.Linear], gradient_divisor=1)
+
+    def with_method(self, model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Any]]:
+        model = fxshard.compile(model, units=[nn.Linear], entry_points=[name])
+        return model, getattr(model, name)
+
+    def whole(self, model: Any) -> AbstractContextManager[None]:
+        return model.unsharded()
+
 
 class FSDP2(System):
     name = "FSDP2"
 
-    def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, F: int | None = None, **options: Any) -> nn.Module:
         W = dist.get_world_size()
         mesh = init_device_mesh("cpu", (W,))
         if F not in (None, W):
             mesh = init_device_mesh("cpu", (W // F, F), mesh_dim_names=("replicate", "shard"))
         for module in model.modules():
             if isinstance(module, nn.Linear):
-                fully_shard(module, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+                fully_shard(module, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    @staticmethod
+    def units(model: nn.Module) -> list[FSDPModule]:
+        return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def deferred(self, build: Callable[[], nn.Module]) -> nn.Module:
+        model = super().deferred(build).to_empty(device="cpu")
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+        return model
+
+    def offloaded(self, model: nn.Module) -> nn.Module:
+        return self.wrap(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    def summed(self, model: nn.Module) -> nn.Module:
+        model = self.wrap(model)
+        for unit in self.units(model):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
+        return model
+
+    def with_method(self, model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Any]]:
+        model = self.wrap(model)
+        register_fsdp_forward_method(model, name)
+        return model, getattr(model, name)
+
+    @contextlib.contextmanager
+    def whole(self, model: Any) -> Iterator[None]:
+        for unit in self.units(model):
+            unit.unshard()
+        yield
+        for unit in self.units(model):
+            unit.reshard()
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -92,8 +185,23 @@ class FSDP1(System):
                 "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
                 "device_mesh": init_device_mesh("cpu", (W // F, F), mesh_dim_names=("replicate", "shard")),
             }
+        return self.sharded(model, **more)
+
+    @staticmethod
+    def sharded(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
         policy = ModuleWrapPolicy({nn.Linear})
-        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=CPU, **more)
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=CPU, **options)
+
+    def offloaded(self, model: nn.Module) -> nn.Module:
+        return self.sharded(model, cpu_offload=CPUOffload(offload_params=True))
+
+    def summed(self, model: nn.Module) -> nn.Module:
+        sharded = self.sharded(model)
+        sharded.register_comm_hook(None, lambda _, whole, piece: dist.reduce_scatter_tensor(piece, whole))
+        return sharded
+
+    def whole(self, model: Any) -> AbstractContextManager[None]:
+        return FullyShardedDataParallel.summon_full_params(model)
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
@@ -111,6 +219,21 @@ class DDP(System):
     def wrap(self, model: nn.Module, F: int | None = None) -> nn.Module:
         return DistributedDataParallel(model, find_unused_parameters=self.unused)
 
+    def summed(self, model: nn.Module) -> nn.Module:
+        def added(_, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations, which here are strings
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, added)
+        return wrapped
+
+    def with_method(self, model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Any]]:
+        wrapped: Any = self.wrap(model)
+        return wrapped, getattr(wrapped.module, name)
+
+    def whole(self, model: Any) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
 
 SYSTEMS: dict[str, System] = {s.name: s for s in (Fxshard(), FSDP2(), FSDP1(), DDP())}
 
@@ -119,8 +242,15 @@ def full(value: Tensor) -> Tensor:
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
 
+def local(value: Any) -> Tensor:
+    """What this rank holds of it."""
+    if isinstance(value, fxshard.ShardedParameter):
+        return value.local
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 class Small(nn.Module):
-    """Sizes 5, 7 and 3, and an output that a loss may leave out."""
+    """Sizes 5, 7 and 3, an output that a loss may leave out, and a method beside forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +262,9 @@ class Small(nn.Module):
     def forward(self, x: Tensor, both: bool = True) -> tuple[Tensor, Tensor]:
         h = torch.tanh(self.a(x))
         return self.b(h), self.c(h)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a(x))
 
 
 def batch(micro: int, rank: int | None = None) -> Tensor:
@@ -247,6 +380,15 @@ def accumulation_in_fp32_of_bf16_compute(system: System) -> bool:
             model(torch.full((1, 1), size)).sum().backward()
     (gradient,) = system.gradients(model).values()
     return gradient is not None and gradient.item() == 257.0
+
+
+def gradients_summed_over_ranks(system: System) -> bool:
+    model = system.summed(Small())
+    both(model(batch(0))).backward()
+    wanted = Small()
+    for rank in range(dist.get_world_size()):
+        both(wanted(batch(0, rank))).backward()
+    return same(system, model, wanted)
 
 
 # -- mixed precision
@@ -418,6 +560,17 @@ def parameters_of_no_dims_and_no_elements(system: System) -> bool:
     return same(system, model, eager(Sizes(), 1))
 
 
+def a_weight_norm_by_parametrization(system: System) -> bool:
+    def made() -> Small:
+        model = Small()
+        weight_norm(model.a)
+        return model
+
+    model = system.wrap(made())
+    both(model(batch(0))).backward()
+    return same(system, model, eager(made(), 1))
+
+
 class Tied(nn.Module):
     """Two Linears of one weight, each a unit of its own elsewhere."""
 
@@ -450,6 +603,48 @@ def decay_rules_by_number_of_dims(system: System) -> bool:
     """`p.ndim >= 2` sorts the sharded parameters as it sorts the plain ones."""
     sorted_ = {system.plain(n): p.ndim for n, p in system.wrap(Small()).named_parameters()}
     return sorted_ == {n: p.ndim for n, p in Small().named_parameters()}
+
+
+def a_fused_optimizer(system: System) -> bool:
+    model, wanted = system.wrap(Small()), eager(Small(), 1)
+    both(model(batch(0))).backward()
+    for m in (model, wanted):
+        torch.optim.AdamW(m.parameters(), 0.01, fused=True).step()
+    got = system.values(model)
+    return all(torch.allclose(got[n], p, rtol=0, atol=1e-6) for n, p in wanted.named_parameters())
+
+
+def an_optimizer_of_whole_matrices(system: System) -> bool:
+    """Muon, which makes an update of a matrix from all of it."""
+    model, wanted = system.wrap(Small()), eager(Small(), 1)
+    both(model(batch(0))).backward()
+    for m in (model, wanted):
+        torch.optim.Muon([p for n, p in m.named_parameters() if n.endswith("weight")], 0.01).step()
+    got = system.values(model)
+    return all(torch.allclose(got[n], p, rtol=0, atol=1e-6) for n, p in wanted.named_parameters())
+
+
+def hooks_after_accumulation_see_what_was_reduced(system: System) -> bool:
+    model = system.wrap(Small())
+    seen: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.detach().clone()}))
+    both(model(batch(0))).backward()
+    if not same(system, model, eager(Small(), 1)):
+        return False
+    # FSDP1 may hold nothing of a parameter here
+    held = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return seen.keys() == held.keys() and all(torch.equal(local(seen[n]), local(g)) for n, g in held.items())
+
+
+def hooks_on_a_parameters_gradient(system: System) -> bool:
+    """`register_hook` with one that doubles it."""
+    model, wanted = system.wrap(Small()), Small()
+    for m in (model, wanted):
+        for p in m.parameters():
+            p.register_hook(lambda gradient: 2 * gradient)
+    both(model(batch(0))).backward()
+    return same(system, model, eager(wanted, 1))
 
 
 def hybrid_sharding(system: System) -> bool:
@@ -494,15 +689,161 @@ def evaluation_between_forward_and_backward(system: System) -> bool:
     return same(system, model, eager(Small(), 1))
 
 
+def inference_before_the_first_step(system: System) -> bool:
+    model = system.wrap(Small())
+    with torch.inference_mode():
+        model(batch(5))
+    both(model(batch(0))).backward()
+    return same(system, model, eager(Small(), 1))
+
+
+def a_method_beside_forward(system: System) -> bool:
+    system.unused = True
+    model, encode = system.with_method(Small(), "encode")
+    system.unused = False
+    encode(batch(0)).square().mean().backward()
+    wanted = Small()
+    W = dist.get_world_size()
+    for rank in range(W):
+        (wanted.encode(batch(0, rank)).square().mean() / W).backward()
+    return same(system, model, wanted)
+
+
+def whole_parameters_inside_a_block(system: System) -> bool:
+    """As for what works on the plain model."""
+    model = system.wrap(Small())
+    both(model(batch(0))).backward()
+    with system.whole(model):
+        got = {system.plain(n): p.detach().clone() for n, p in model.named_parameters()}
+    wanted = dict(Small().named_parameters())
+    equal = got.keys() == wanted.keys() and all(torch.equal(got[n], p) for n, p in wanted.items())
+    return equal and same(system, model, eager(Small(), 1))
+
+
+def a_double_backward_is_right_or_refused(system: System) -> bool:
+    model, wanted = system.wrap(Small()), Small()
+
+    def penalty(m: nn.Module, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(both(m(x.requires_grad_())), x, create_graph=True)
+        return slope.square().sum()
+
+    try:
+        penalty(model, batch(0)).backward()
+    except RuntimeError:
+        return True
+    W = dist.get_world_size()
+    for rank in range(W):
+        (penalty(wanted, batch(0, rank)) / W).backward()
+    return same(system, model, wanted)
+
+
+def deepcopying_the_model(system: System) -> bool:
+    model = copy.deepcopy(system.wrap(Small()))
+    both(model(batch(0))).backward()
+    return same(system, model, eager(Small(), 1))
+
+
+# -- memory
+
+
+class Checkpointed(Small):
+    """A unit around whose call activations are computed again."""
+
+    def forward(self, x: Tensor, both: bool = True) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(checkpoint(self.a, x, use_reentrant=False))
+        return self.b(h), self.c(h)
+
+
+def activation_checkpointing(system: System) -> bool:
+    model = system.wrap(Checkpointed())
+    both(model(batch(0))).backward()
+    return same(system, model, eager(Small(), 1))
+
+
+def shards_in_host_memory(system: System) -> bool:
+    model, wanted = system.offloaded(Small()), eager(Small(), 1)
+    return same_after_a_step(system, model, torch.optim.SGD(model.parameters(), 0.1), wanted)
+
+
+class Drawn(nn.Module):
+    """Its constructor draws by itself, which `reset_parameters` does not repeat, and has a buffer that no checkpoint holds."""
+
+    angles: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)
+        nn.init.normal_(self.a.weight, std=0.02)
+        self.register_buffer("angles", torch.arange(7) / 7, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) + self.angles)
+
+
+def deferred_and_plain(system: System) -> tuple[nn.Module, Drawn]:
+    torch.manual_seed(21)
+    wanted = Drawn()
+    torch.manual_seed(21)
+    return system.deferred(Drawn), wanted
+
+
+def deferred_initialisation_with_the_bits_of_eager(system: System) -> bool:
+    model, wanted = deferred_and_plain(system)
+    got = system.values(model)
+    return all(torch.equal(got[n], p) for n, p in wanted.named_parameters())
+
+
+def buffers_of_a_deferred_model(system: System) -> bool:
+    model, wanted = deferred_and_plain(system)
+    return torch.equal(dict(model.named_buffers())["angles"], wanted.angles)
+
+
 # -- checkpoints
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """One of rank 0's that all ranks see."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = [folder]
+        dist.broadcast_object_list(names, 0)
+        yield names[0]
+        dist.barrier()
+
+
+def a_sharded_checkpoint_loads_under_another_F(system: System) -> bool:
+    """Saved with four shards and loaded into two replicas of two, by `torch.distributed.checkpoint`; both go on alike."""
+    if system.name == "DDP":
+        raise NotImplementedError("DDP does not shard")
+    models = [system.wrap(Small()), system.wrap(Small(), 2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.01) for model in models]
+
+    def states(which: int) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(models[which], optimizers[which])))
+
+    def step(which: int, micro: int) -> None:
+        both(models[which](batch(micro))).backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+
+    step(0, 0)
+    with shared_folder() as folder:
+        dcp.save(states(0), checkpoint_id=folder)
+        loaded = states(1)
+        dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(models[1], optimizers[1], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    for which in range(2):
+        step(which, 1)
+    first, second = (system.values(model) for model in models)
+    return all(torch.allclose(first[n], second[n], rtol=0, atol=1e-6) for n in first)
 
 
 def the_full_state_dict_has_plain_names(system: System) -> bool:
     model = system.wrap(Small())
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     wanted = Small().state_dict()
-    if dist.get_rank() or system.name == "DDP":
-        return True
+    if dist.get_rank():
+        return state == {}
     return list(state) == list(wanted) and all(torch.equal(state[n], wanted[n]) for n in wanted)
 
 
@@ -530,19 +871,32 @@ def optimizer_state_saved_whole_resumes_plainly(system: System) -> bool:
     wanted.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_optimizer_state_dict(model, optimizer, options=options)
+    values = system.values(model)
     if dist.get_rank():
-        return True
-    moments = {n: wanted.state[p]["exp_avg"] for n, p in plain.named_parameters()}
-    return all(torch.allclose(state["state"][n]["exp_avg"], m, rtol=0, atol=1e-7) for n, m in moments.items())
+        return state == {}
+    resumed = Small()
+    resumed.load_state_dict(values)
+    other = torch.optim.AdamW(resumed.parameters(), 1.0)
+    set_optimizer_state_dict(resumed, other, state, options=StateDictOptions(full_state_dict=True))
+    for m, o in ((plain, wanted), (resumed, other)):
+        o.zero_grad()
+        both(m(batch(1, 0))).backward()
+        o.step()
+    return all(torch.allclose(p, q, rtol=0, atol=1e-6) for p, q in zip(resumed.parameters(), plain.parameters()))
 
 
 def pickling_a_state_dict(system: System) -> bool:
-    """`torch.save(model.state_dict())`, made on every rank and saved by one, loads into the plain model."""
+    """`torch.save(model.state_dict())` on each rank, and loaded there into such a model of other values."""
     state = system.wrap(Small()).state_dict()
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=False).keys() == state.keys()
+    other = Small()
+    nn.init.zeros_(other.a.weight)
+    model = system.wrap(other)
+    model.load_state_dict(torch.load(file, weights_only=False))
+    got = system.values(model)
+    return all(torch.equal(got[n], p) for n, p in Small().named_parameters())
 
 
 FEATURES: dict[str, Callable[[System], bool]] = {
@@ -554,6 +908,7 @@ FEATURES: dict[str, Callable[[System], bool]] = {
         zero_grad_drops_what_was_kept,
         a_step_with_unreduced_gradients_is_refused,
         accumulation_in_fp32_of_bf16_compute,
+        gradients_summed_over_ranks,
         norms_in_fp32_beside_bf16,
         batch_norm_with_fp32_statistics_under_bf16,
         fp32_made_between_units_is_cast,
@@ -564,20 +919,42 @@ FEATURES: dict[str, Callable[[System], bool]] = {
         frozen_parameters_beside_trainable_ones,
         unfreezing_later,
         parameters_of_no_dims_and_no_elements,
+        a_weight_norm_by_parametrization,
         weights_tied_across_units,
         an_optimizer_made_before_sharding,
         decay_rules_by_number_of_dims,
+        a_fused_optimizer,
+        an_optimizer_of_whole_matrices,
+        hooks_after_accumulation_see_what_was_reduced,
+        hooks_on_a_parameters_gradient,
         hybrid_sharding,
         two_forwards_before_their_backwards,
         a_step_between_forward_and_backward_is_refused,
         evaluation_between_forward_and_backward,
+        inference_before_the_first_step,
+        a_method_beside_forward,
+        whole_parameters_inside_a_block,
+        a_double_backward_is_right_or_refused,
+        deepcopying_the_model,
+        activation_checkpointing,
+        shards_in_host_memory,
+        deferred_initialisation_with_the_bits_of_eager,
+        buffers_of_a_deferred_model,
         the_full_state_dict_has_plain_names,
         state_dict_itself_has_plain_names,
         load_state_dict_takes_a_plain_one,
+        a_sharded_checkpoint_loads_under_another_F,
         optimizer_state_saved_whole_resumes_plainly,
         pickling_a_state_dict,
     )
 }
+
+REFUSED = {
+    "an_optimizer_of_whole_matrices": "Only element-wise operators, optimizers and norms work on a piece",
+    "hooks_on_a_parameters_gradient": "its gradient does not pass through autograd",
+    "deepcopying_the_model": "can neither be copied nor pickled",
+}
+"""What fxshard refuses, and words of its errors."""
 
 
 def ask(system: str, feature: str) -> bool:

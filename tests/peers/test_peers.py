@@ -7,14 +7,21 @@ import re
 import pytest
 import torch
 
-from tests.distributed.harness import Ranks
-from tests.peers.features import FEATURES, SYSTEMS, ask
+from tests.distributed.harness import RankFailure, Ranks
+from tests.peers.features import FEATURES, REFUSED, SYSTEMS, ask
 from tests.peers.table import BEGIN, END, PAGE, rows
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [f for f in FEATURES if f not in REFUSED])
 def test_fxshard_does_it(ranks: Ranks, feature: str) -> None:
     assert ranks.run(4, ask, "fxshard", feature) == [True] * 4
+
+
+@pytest.mark.parametrize("feature", REFUSED)
+def test_fxshard_refuses_it(ranks: Ranks, feature: str) -> None:
+    with pytest.raises(RankFailure) as refused:
+        ranks.run(4, ask, "fxshard", feature)
+    assert REFUSED[feature] in str(refused.value.error) and len(refused.value.texts) == 4
 
 
 def written() -> list[str]:
@@ -26,7 +33,9 @@ def test_the_page_has_a_line_for_each_feature() -> None:
     lines = [line.split(" | ") for line in written() if line.startswith("| ")]
     assert lines[0][1:] == [*list(SYSTEMS)[:-1], f"{list(SYSTEMS)[-1]} |"]
     assert [line[0].removeprefix("| ").replace(" ", "_") for line in lines[1:]] == list(FEATURES)
-    assert {line[1] for line in lines[1:]} == {"yes"}
+    answers = {line[0].removeprefix("| ").replace(" ", "_"): line[1] for line in lines[1:]}
+    assert {feature for feature, answer in answers.items() if answer != "yes"} == REFUSED.keys()
+    assert all(answers[feature].startswith("error") for feature in REFUSED)
 
 
 @pytest.mark.full
