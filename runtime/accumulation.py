@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxshard.ir import Accumulation
 from fxshard.kept import KeptGradient
 
 if TYPE_CHECKING:
     from fxshard.runtime.storage import FlatStorage
+
+NOTHING_KEPT = Accumulation()
 
 Flatten = Callable[[Sequence[Tensor | None], Tensor, bool], None]
 """Puts gradients, divided, into a flat buffer, or adds them to it."""

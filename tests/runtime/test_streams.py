@@ -9,7 +9,7 @@ import fxshard
 from examples.models import GPT, GPTConfig
 from fxshard.ir.nodes import info
 from fxshard.runtime import VirtualWorld
-from fxshard.runtime import executor as executors
+from fxshard.runtime.binder import Binder
 from fxshard.runtime.streams import QUEUES, RecordingStreams
 
 
@@ -212,7 +212,7 @@ def most_alive_on_the_stream(streams, schedule):
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_throttles_alone_hold_the_stream_to_the_limit(limit, monkeypatch):
     """The events of reused slots hold it too where buffers are equally large: here they are left out."""
-    monkeypatch.setattr(executors._Binder, "_before", lambda self, node, queue: lambda: None)
+    monkeypatch.setattr(Binder, "_before", lambda self, node, queue: lambda: None)
     deep = {"backward_prefetch": 3, "forward_prefetch": 3}
     streams = RecordingStreams()
     model = train(streams, 4, 1, steps=1, rate_limit=limit, **deep)
