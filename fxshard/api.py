@@ -117,6 +117,9 @@ def trace(model: nn.Module, example_inputs: Any, F: int, W: int | None = None, *
     world size, default F. Options as for `compile`; those about running (`debug`, `sync_parameters`, `timeout_s`,
     `entry_points`) change nothing here. The memory plan is of a world whose collectives bring their own staging memory
     (NCCL); over gloo the arena also holds what is received.
+
+    Raises TypeError or ValueError for wrong options, CaptureError for a forward that cannot be captured, ScheduleError where no
+    order keeps the rate limit, PassError where a pass fails.
     """
     settings = Options.from_keywords(options, "fxshard.trace")
     _check_model(model, "fxshard.trace")

@@ -2,7 +2,7 @@
 
 
 class FxshardError(Exception):
-    """Base of every error of fxshard's own."""
+    """Base of the errors below; wrong arguments and misuse are TypeError, ValueError and RuntimeError."""
 
 
 class CaptureError(FxshardError, RuntimeError):

@@ -30,7 +30,8 @@ class ShardedModule:
 
         Assign an edited `schedule.copy()` to it and the model runs that from its next forward on, the memory planned anew
         where the edits ask for it. It is verified first; where it changes the order of collectives every rank assigns the
-        same one. Raises ScheduleError, AgreementError or ValueError (the schedule of another model) with nothing changed.
+        same one. Raises ScheduleError, AgreementError, TypeError or ValueError (the schedule of another model) with nothing
+        changed, RuntimeError where nothing was captured yet.
         """
         return _state(self).latest_schedule()
 
@@ -44,7 +45,10 @@ class ShardedModule:
         return _state(self).all_schedules()
 
     def lowered(self, phase: str = "forward") -> str:
-        """The Python code that runs a phase (`forward` or `backward`) of the latest training capture."""
+        """The Python code that runs a phase (`forward` or `backward`) of the latest training capture.
+
+        Raises ValueError for another phase, or where there is no backward, RuntimeError before the first call.
+        """
         return _state(self).latest_program().source(phase)
 
     @contextlib.contextmanager
@@ -117,7 +121,8 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """The module with plain, whole parameters without gradients, whose forward runs uncaptured; changes are not kept.
+        """The module with plain, whole parameters without gradients, whose forward runs uncaptured. Changes
+        of parameters are not kept, changes of buffers are.
 
         A collective: every rank enters, and holds the whole model inside.
         """

@@ -26,7 +26,7 @@ class MixedPrecision:
     """What parameters are gathered and computed with in. Floating inputs are cast to it where the model and where each
     unit is entered."""
     reduce: torch.dtype | None = None
-    """What gradients are reduced in; None = the dtype that is gathered."""
+    """What gradients are reduced in; None = the dtype that is gathered. NCCL sums in it too; gloo in fp32 or wider."""
     buffers: torch.dtype | None = None
     """What floating buffers are kept in."""
     accumulate: torch.dtype | None = None
@@ -98,7 +98,8 @@ class Options:
     """Whether units are freed after forward and gathered again in backward; if not, the root stays too. Or for each, by
     patterns of unit names, `{"layers.31": False}`: the last that fits counts, units that none fits are freed."""
     activation_memory_budget: float | None = None
-    """The fraction of activations kept for backward, 0 to 1, the rest is computed again; None = all that autograd keeps."""
+    """How much is kept for backward, from 0, the inputs alone, to 1, what torch's partitioner keeps for speed; the rest is
+    computed again. None = what autograd keeps."""
     entry_points: Sequence[str] = ()
     """Methods (`'encode'`) and submodules (`'head'`, `'decoder.norm'`) that are called by themselves, besides forward."""
     cpu_offload: bool = False

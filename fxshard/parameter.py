@@ -137,8 +137,8 @@ class ShardedParameter(torch.Tensor):
         return made
 
     def full_tensor(self) -> Tensor:
-        """The whole parameter, shape and stride as outside. A collective of the shard group: every rank must call
-        it."""
+        """The whole parameter, shape and stride as outside, on the device of compute. A collective of the shard group: every
+        rank must call it."""
         if self.binding is None:
             raise RuntimeError(f"parameter '{self.fqn}' has no group to be gathered from")
         flat = self.binding.gather(self.local.detach())

@@ -143,8 +143,9 @@ def _writes_to_numbers_kept(examples: Sequence[Any]) -> Iterator[None]:
 def budget_partition(
     joint: fx.GraphModule, inputs: Any, budget: float, drawn: Sequence[fx.Node], *, num_fwd_outputs: int, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a joint graph; of what `default_partition` keeps for backward about this fraction is kept, the
-    rest computed again. `drawn` are the random operators, which are never run again.
+    """Forward and backward of a joint graph; at most about this fraction is kept for backward of the bytes between the
+    inputs (0) and what torch's cut for speed keeps (1), the rest computed again. `drawn` are the random operators, which are
+    never run again.
 
     At 0 torch keeps the inputs and nothing else, also not what is marked: a fraction just above it is asked for. Where nothing
     but random operators is left to be kept, it keeps the tuple that dropout returns; then a budget of 1 asks for no more.

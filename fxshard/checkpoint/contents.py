@@ -104,5 +104,5 @@ class Contents:
 class Incompatible(NamedTuple):
     """What did not fit where `strict=False` let it pass."""
 
-    missing: list[str]
-    unexpected: list[str]
+    missing_keys: list[str]
+    unexpected_keys: list[str]

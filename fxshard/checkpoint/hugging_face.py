@@ -52,9 +52,9 @@ def load_safetensors(
     the dtypes here; of tied names one is enough, and where there are more those of a parameter hold the same, of a buffer the
     first counts. Every rank calls it and sees the files.
 
-    Returns what is missing and unexpected. Raises, with nothing loaded, ValueError that lists all that is missing or unexpected
-    (if `strict`) or does not fit in shape or kind, FileNotFoundError, what the safetensors library says of a
-    file that is none, and ImportError without that library.
+    Such files hold no extra state: that stays as it is. Returns what is missing and unexpected. Raises, with nothing loaded,
+    ValueError that lists all that is missing or unexpected (if `strict`) or does not fit in shape or kind, FileNotFoundError,
+    what the safetensors library says of a file that is none, and ImportError without that library.
     """
     contents = Contents.of(model, "load_safetensors")
     agree(contents.world, "load_safetensors", strict=strict)
@@ -78,7 +78,7 @@ def _open(source: Any, opened: contextlib.ExitStack) -> dict[Path, Any]:
         from safetensors import safe_open
     except ImportError as error:
         raise ImportError(
-            "load_safetensors needs the safetensors library, which is not installed: pip install 'fxshard[hf]'"
+            "load_safetensors needs the safetensors library, which is not installed: pip install safetensors"
         ) from error
     return {path: opened.enter_context(safe_open(path, framework="pt")) for path in _files(source)}
 

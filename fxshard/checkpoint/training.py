@@ -49,13 +49,13 @@ def save(
 ) -> Path:
     """Write a checkpoint of `step` into `directory`, which all ranks see, and return its folder. A collective.
 
-    It holds the model, the optimizer (state that is absent stays absent), each rank's random states, and `extra`: plain
+    It holds the model, the optimizer (its state as far as it exists), torch's random states of each rank, and `extra`: plain
     values and tensors, of which rank 0's count. A kill leaves what was finished before; what killed saves left behind
     goes with the next save. keep: how many finished checkpoints stay, all of them if None. Saving a step again replaces it.
 
     Raises ValueError where `directory` has a later step, or the optimizer parameters of another model; TypeError for an extra
-    that `load` would refuse (it unpickles nothing but plain values); AgreementError where ranks give different arguments;
-    RuntimeError on every rank for what fails on any.
+    that `load` would refuse (it unpickles nothing but plain values): on the rank that finds out (rank 0 looks at the
+    directory), and RuntimeError on the others; AgreementError where ranks give different arguments.
     """
     contents, folder = Contents.of(model, "saving a checkpoint"), Path(directory)
     world = contents.world
@@ -131,12 +131,14 @@ def latest(directory: Folder) -> Path | None:
 def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Load the last finished checkpoint of `directory`, or one that is named itself, and return its `extra` with its `step`.
 
-    Into any number of ranks, F and units; the optimizer has its groups as they were, with new or old state. Random states are
-    restored where as many processes load as saved; else they stay, with a warning. A collective.
+    Into any number of ranks, F and units. The optimizer may be new or have stepped; its groups, with the parameters they have,
+    get the saved settings and state. torch's random states are restored where as many processes load as saved; else they stay,
+    with a warning on rank 0. A collective.
 
-    Pieces are read into the model's own memory. Raises, with nothing loaded, FileNotFoundError where no checkpoint is finished,
-    ValueError where names, shapes or groups differ, AgreementError where some ranks give an optimizer and some do not;
-    RuntimeError on every rank where a file cannot be read half way, which leaves the model half loaded.
+    Pieces are read into the model's own memory. Raises, with nothing loaded, AgreementError where some ranks give an optimizer
+    and some do not; FileNotFoundError where no checkpoint is finished (`latest` says so beforehand) and ValueError where
+    names, shapes or groups differ, on the rank that finds out, and RuntimeError on the others. Where a file cannot be read
+    half way, or the model's or optimizer's own loading fails, the model is half loaded; every rank raises.
     """
     contents = Contents.of(model, "loading a checkpoint")
     world = contents.world
@@ -184,7 +186,7 @@ def _finished(folder: Path) -> list[tuple[tuple[int, int], Path]]:
 
 
 def _found(directory: Path) -> Path:
-    if _FINISHED.fullmatch(directory.name) and directory.is_dir():
+    if (directory / PLAIN).is_file() and not _UNFINISHED.fullmatch(directory.name):
         return directory
     found = latest(directory)
     if found is None:

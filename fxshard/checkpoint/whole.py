@@ -57,7 +57,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None, stri
 
     Goes unit by unit: rank 0 holds one beside the state dict and its shards, other ranks a second shard of one. Values are
     cast to the dtypes here; of tied names one is enough, and the first counts. A collective. Returns what is missing and
-    unexpected; raises TypeError or ValueError with nothing loaded where that is anything and `strict`, or shapes differ.
+    unexpected; raises with nothing loaded where that is anything and `strict`, or shapes differ: TypeError or ValueError on
+    rank 0, RuntimeError on the others.
     """
     contents = Contents.of(model, "load_full_state_dict")
     world = contents.world

@@ -255,15 +255,16 @@ class Schedule:
         )
 
     def to_json(self, indent: int | None = None) -> str:
-        """The lossless form: `Schedule.from_json` reads it back. The same on every machine; constants and the seconds that
-        passes took are not in it."""
+        """The lossless form: `Schedule.from_json` reads it back. The same on every machine; constants, `costs` and the
+        seconds that passes took are not in it."""
         from fxshard.ir.json_form import schedule_to_json
 
         return schedule_to_json(self, indent)
 
     @staticmethod
     def from_json(text: str) -> Schedule:
-        """The schedule that `to_json` wrote. Raises ValueError for anything else."""
+        """The schedule that `to_json` wrote. It imports the modules whose functions its operators are: read none that you
+        would not run. Raises ValueError for anything else."""
         from fxshard.ir.json_form import schedule_from_json
 
         return schedule_from_json(text)

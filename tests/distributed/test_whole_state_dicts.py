@@ -66,8 +66,8 @@ def loads_a_part() -> tuple[Any, bool, bool]:
 
 def test_a_part_loads_and_the_rest_stays(ranks: Ranks) -> None:
     for result, loaded, others in ranks.run(2, loads_a_part):
-        assert result.unexpected == ["other"]
-        assert result.missing == [n for n in Odd().state_dict() if n not in ("embed.weight", "head.weight")]
+        assert result.unexpected_keys == ["other"]
+        assert result.missing_keys == [n for n in Odd().state_dict() if n not in ("embed.weight", "head.weight")]
         assert loaded
         assert others
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
+import fxshard
 from examples.frameworks import task
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,3 +69,15 @@ def test_a_loop_trains_as_one_plain_process(
     saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whole", [False, True])
+def test_generate(whole: bool) -> None:
+    """On the sharded model, and faster in `unsharded()`."""
+    plain, model = task.build(), fxshard.compile(task.build(), F=2)
+    prompt = torch.arange(1, 7).reshape(2, 3)
+    with model.unsharded() if whole else contextlib.nullcontext():
+        tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert tokens.shape == (2, 11)
+    assert torch.equal(tokens, plain.generate(prompt, max_new_tokens=8, do_sample=False))
