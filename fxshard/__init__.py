@@ -8,6 +8,7 @@ print(model.schedule)
 from fxshard.api import compile, trace
 from fxshard.deferred import deferred_init
 from fxshard.errors import AgreementError, CaptureError, FxshardError, PassError, ScheduleError
+from fxshard.gathered import gathered
 from fxshard.ir import FlatParameter, Phase, Schedule
 from fxshard.ir.diff import ScheduleDiff, diff
 from fxshard.module import ShardedModule, is_compiled
@@ -42,6 +43,7 @@ __all__ = [
     "compile",
     "deferred_init",
     "diff",
+    "gathered",
     "is_compiled",
     "trace",
 ]

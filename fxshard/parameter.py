@@ -297,8 +297,8 @@ def _full_fake(x: Any) -> Any:
 def _refuse(parameter: ShardedParameter, what: object) -> NoReturn:
     raise RuntimeError(
         f"parameter '{parameter.fqn}' is sharded and was used by {what} outside the captured forward. "
-        f"Only element-wise operators, optimizers and norms work on a piece; call `.full_tensor()` for the whole, or name the "
-        "method or submodule in `entry_points` of fxshard.compile"
+        f"Only element-wise operators, optimizers and norms work on a piece; call `.full_tensor()` for the whole, name the "
+        "method or submodule in `entry_points` of fxshard.compile, or make an optimizer of whole matrices by `fxshard.gathered`"
     )
 
 

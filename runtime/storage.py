@@ -56,17 +56,20 @@ class FlatStorage:
         """The pieces of a part (held * S,), each (length,)."""
         return [part[p.shard_start : p.shard_start + p.length] for p in self.pieces]
 
-    def redistributed(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """From this rank's pieces (length,) of values of the parameters' shapes, of one dtype, what a state dict holds of
-        them, see `World.to_state`; None where a piece is None. A collective of the shard group."""
-        flat, world = self.flat, self.world
-        part = next(piece for piece in pieces if piece is not None).new_zeros(world.held_numel(flat))
+    def wholes(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """From this rank's pieces (length,) of values of the parameters' shapes, of one dtype, the whole ones on the device of
+        compute; None where a piece is None. A collective of the shard group."""
+        part = next(piece for piece in pieces if piece is not None).new_zeros(self.world.held_numel(self.flat))
         for place, piece in zip(self.views(part), pieces, strict=True):
             if piece is not None:
                 place.copy_(piece)
-        full = world.gather_flat(flat, part)
-        wholes = zip(pieces, flat.wholes(full))
-        return [None if piece is None else world.to_state(whole).to(piece.device) for piece, whole in wholes]
+        wholes = self.flat.wholes(self.world.gather_flat(self.flat, part))
+        return [None if piece is None else whole for piece, whole in zip(pieces, wholes)]
+
+    def redistributed(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What `wholes` gives, as a state dict holds it, see `World.to_state`."""
+        found = zip(pieces, self.wholes(pieces))
+        return [None if p is None or w is None else self.world.to_state(w).to(p.device) for p, w in found]
 
     @torch.no_grad()
     def set_piece(self, index: int, piece: Tensor) -> None:
