@@ -38,9 +38,9 @@ def _gathered(kind: Any) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plainly = (
-            kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
-        )  # hooks run around this one
+        plainly = kind.step
+        if getattr(plainly, "hooked", False):  # hooks run around this step, not in it for every unit
+            plainly = plainly.__wrapped__
         groups, state = self.param_groups, self.state
         before = [dict(group) for group in groups]  # every unit steps from these: a counter in a group counts steps
         try:
@@ -52,7 +52,7 @@ def _gathered(kind: Any) -> Any:
             self.param_groups, self.state = groups, state
         return loss
 
-    # Of the same name: checkpoints and pictures of an optimizer tell its kind by it.
+    # Of the same name: a checkpoint knows an optimizer by it.
     return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
@@ -116,12 +116,16 @@ def _wholes(owner: Any, pieces: dict[Any, Any]) -> dict[Any, Tensor]:
 
 
 def _whole_state(owner: Any, held: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """State with whole tensors for pieces, on the device of compute (counters stay where they are)."""
     pieces: dict[tuple[str, torch.dtype], dict[Any, Any]] = {}
+    found: dict[Any, dict[str, Any]] = {}
     for p, values in held.items():
+        found[p] = dict(values)
         for key, value in values.items():
             if isinstance(value, ShardedParameter):
                 pieces.setdefault((key, value.dtype), {})[p] = value
-    found = {p: dict(values) for p, values in held.items()}
+            elif isinstance(value, Tensor) and value.dim():
+                found[p][key] = value.to(owner.world.device)
     for (key, _), values in pieces.items():
         for p, whole in _wholes(owner, values).items():
             found[p][key] = whole
