@@ -17,6 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
+	@echo "$(BIN) has what it takes: $(BIN)/python, $(BIN)/fxshard"
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo

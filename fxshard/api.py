@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -218,6 +219,11 @@ def _factor_and_size(F: int | None, mesh: DeviceMesh | None, world: VirtualWorld
         return check_factor(W if F is None else F, W), W
     if mesh is not None:
         raise ValueError("mesh needs an initialised process group: call torch.distributed.init_process_group first")
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":  # each would train a model of its own
+        raise RuntimeError(
+            f"WORLD_SIZE={ranks} says that this process is one of several ranks, and there is no process group: call "
+            "torch.distributed.init_process_group first, or give world=fxshard.VirtualWorld(F) to run alone"
+        )
     F = 1 if F is None else F
     if isinstance(F, bool) or not isinstance(F, int):
         raise TypeError(f"F={F!r}: the sharding factor is a positive int")

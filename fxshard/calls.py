@@ -50,7 +50,8 @@ def find_entry(model: nn.Module, path: str) -> tuple[nn.Module, str]:
         raise ValueError("entry_points: forward is always one; name other methods, and submodules")
     if owner is None or not inspect.isroutine(getattr(owner, name, None)):
         there = [n for n, _ in model.named_children()]
-        there += [n for n, f in vars(type(model)).items() if inspect.isfunction(f) and not n.startswith("_")]
+        methods = {} if type(model).__module__.startswith("torch.") else vars(type(model))  # not those of containers
+        there += [n for n, f in methods.items() if inspect.isfunction(f) and not n.startswith("_")]
         hint = did_you_mean(path, there)
         raise ValueError(
             f"entry_points: {type(model).__name__} has no method and no submodule '{path}' to be called by itself.{hint} "

@@ -168,7 +168,10 @@ class Options:
                 raise ValueError(f"gradient_divisor={divisor!r}: a positive number was expected; 1 sums the gradients")
         check_choice("compute", self.compute, COMPUTE)
         if not isinstance(self.mixed_precision, MixedPrecision):
-            raise TypeError(f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision was expected")
+            fields = ", ".join(f"{f.name}=" for f in dataclasses.fields(MixedPrecision))
+            raise TypeError(
+                f"mixed_precision={self.mixed_precision!r}: an fxshard.MixedPrecision({fields}) was expected"
+            )
         timeout = self.timeout_s
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_S:
             raise ValueError(f"timeout_s={timeout!r}: a positive number of seconds was expected, at most {LONGEST_S:g}")

@@ -44,7 +44,11 @@ def test_an_unknown_option_lists_the_allowed_and_suggests(entry):
         ({"compute": "inductr"}, ValueError, r"compute='inductr': allowed are 'eager'"),
         ({"compute": "egaer"}, ValueError, r"Did you mean 'eager'"),
         ({"compute": ["eager"]}, ValueError, r"compute=\['eager'\]"),
-        ({"mixed_precision": torch.bfloat16}, TypeError, r"mixed_precision=torch\.bfloat16.*MixedPrecision"),
+        (
+            {"mixed_precision": torch.bfloat16},
+            TypeError,
+            r"mixed_precision=torch\.bfloat16.*MixedPrecision\(param=, reduce=, ",
+        ),
         ({"passes": 3}, TypeError, r"passes=3"),
         ({"passes": ["backward-prefetch"]}, TypeError, r"passes holds 'backward-prefetch'"),
         ({"passes": lambda passes: [*passes, None]}, TypeError, r"passes holds None"),
@@ -107,6 +111,19 @@ def test_wrong_factors_in_compile(F, error):
     with pytest.raises(error, match=rf"F={F!r}"):
         fxshard.compile(model, F=F)
     assert type(model) is Framed and all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_rank_without_a_process_group_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Each would train alone, in silence."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for F in (None, 4):
+        model = Framed()
+        with pytest.raises(RuntimeError, match=r"WORLD_SIZE=4 says .* call torch.distributed.init_process_group first"):
+            fxshard.compile(model, F=F)
+        assert type(model) is Framed
+    assert fxshard.is_compiled(fxshard.compile(Framed(), world=fxshard.VirtualWorld(4)))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fxshard.is_compiled(fxshard.compile(Framed(), F=4))
 
 
 def test_a_virtual_world_names_its_own_factor():

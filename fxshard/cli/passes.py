@@ -8,7 +8,8 @@ import inspect
 import sys
 
 from fxshard.cli.syntax import UsageError, call, close, load
-from fxshard.passes import BY_NAME, Pass
+from fxshard.options import Options
+from fxshard.passes import BY_NAME, Pass, default_passes
 
 EPILOG = """\
 examples:
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     if parsed.name is None:
         print("\n\n".join(map(_entry, BY_NAME.values())))
+        print(f"\nby default: {', '.join(p.name for p in default_passes(Options()))}")
         return 0
     name, _ = call(parsed.name)
     found = load(name) if ":" in name else BY_NAME.get(name)

@@ -102,7 +102,9 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_traced(cap
 
 def test_passes_are_listed_in_order_with_their_contracts(capsys):
     assert main(["passes"]) == 0
-    entries = [entry.splitlines() for entry in capsys.readouterr().out.split("\n\n")]
+    *listed, last = capsys.readouterr().out.split("\n\n")
+    entries = [entry.splitlines() for entry in listed]
+    assert last == f"by default: {', '.join(p.name for p in passes.default_passes(Options()))}\n"
     default = [*passes.default_passes(Options()), passes.KeepResident(), passes.DeferReduces(), passes.TakeKept()]
     assert [entry[0] for entry in entries] == [p.name for p in default]
     for entry, p in zip(entries, default):
