@@ -28,7 +28,7 @@ import fxshard.checkpoint
 from benchmarks.machine import describe
 from examples.models import GPT, GPTConfig
 
-RESULT = Path(__file__).parent / "results" / "big_model.json"
+RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 
 
@@ -163,7 +163,7 @@ def main() -> None:
         print(f"most memory of each stage, MiB:\n\n{table(rows)}\n")
         for name, value in found.items():
             print(f"{name}: {value}")
-        if not arguments.no_result and not arguments.ddp:
+        if not arguments.no_result:
             result = {
                 "machine": describe(),
                 "memory_mib": round(machine_mib()),
@@ -171,7 +171,8 @@ def main() -> None:
                 "stages": rows,
                 **found,
             }
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            name = "big_model_ddp.json" if arguments.ddp else "big_model.json"
+            (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 
 
