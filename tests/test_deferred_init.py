@@ -200,7 +200,10 @@ def test_the_bits_of_the_constructor():
     assert recorded.layers[3].weight is recorded.layers[0].weight
 
 
-@pytest.mark.parametrize("subject", ["gpt", "llama", "resnet", "whisper", "mamba", "t5"])
+@pytest.mark.parametrize(
+    "subject",
+    ["gpt", "llama", "resnet", *(pytest.param(s, marks=pytest.mark.full) for s in ("whisper", "mamba", "t5"))],
+)
 def test_the_bits_of_the_constructors_of_models(subject: str) -> None:
     check_same(*both(lambda: SUBJECTS[subject].build(0.1)))
 

@@ -2,15 +2,12 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from fxshard import MixedPrecision, Options
 from fxshard.ir import ops
 from fxshard.options import COMPUTE
+from tests.snippets import printed_by
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,12 +30,8 @@ def test_the_first_example_is_short():
     assert len(EXAMPLES[0].splitlines()) <= 20
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_an_example_runs_and_prints_what_follows_it(number):
-    command = [sys.executable, "-c", EXAMPLES[number]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == OUTPUTS[number]
+def test_the_examples_run_and_print_what_follows_them():
+    assert printed_by(EXAMPLES) == OUTPUTS
 
 
 def test_every_output_belongs_to_an_example():

@@ -11,8 +11,26 @@ from tests.distributed.harness import RankFailure, Ranks
 from tests.peers.features import FEATURES, REFUSED, SYSTEMS, ask
 from tests.peers.table import BEGIN, END, PAGE, rows
 
+FEW = (
+    "synced_and_unsynced_in_any_order",
+    "norms_in_fp32_beside_bf16",
+    "an_infinity_on_one_rank_skips_the_step_on_all",
+    "unfreezing_later",
+    "weights_tied_across_units",
+    "an_optimizer_of_whole_matrices",
+    "hooks_after_accumulation_see_what_was_reduced",
+    "a_method_beside_forward",
+    "deferred_initialisation_with_the_bits_of_eager",
+    "a_sharded_checkpoint_loads_under_another_F",
+    "optimizer_state_saved_whole_resumes_plainly",
+)
+"""What is asked in every run; everything in the full one."""
 
-@pytest.mark.parametrize("feature", [f for f in FEATURES if f not in REFUSED])
+
+@pytest.mark.parametrize(
+    "feature",
+    [pytest.param(f, marks=[] if f in FEW else pytest.mark.full) for f in FEATURES if f not in REFUSED],
+)
 def test_fxshard_does_it(ranks: Ranks, feature: str) -> None:
     assert ranks.run(4, ask, "fxshard", feature) == [True] * 4
 
