@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from fxshard.ir.layout import aligned
 from fxshard.ir.nodes import info, takes_kept
 from fxshard.runtime.accumulation import NOTHING_KEPT, Flatten
 from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
-from fxshard.runtime.world import DONE, Pending
+from fxshard.runtime.world import DONE, Issue, Pending
 
 if TYPE_CHECKING:
     from fxshard.runtime.executor import Executor
@@ -157,38 +157,32 @@ class Binder:
     def _all_gather(self, node: fx.Node) -> Callable[..., Any]:
         if info(node).members:
             return self._bucket(node)
-        storage, streams, events = self._flat(node), self.streams, self.events
+        storage = self._flat(node)
         source_node: Any = node.args[0]
         shard = self.buffers[source_node]
         full = self._place(node, storage.flat.param_dtype, storage.flat.padded_numel)
         self.buffers[node] = full
-        issue, before = self.world.bind_all_gather(storage.flat, shard, full), self._before(node, "unshard")
-        read, label, done = self._label(source_node), self._label(node), _done(node)
-
-        def run() -> Pending:
-            before()
-            with streams.on("unshard"):
-                streams.touch("unshard", read, False)
-                streams.touch("unshard", label, True)
-                pending = issue(None)
-                events[done] = streams.record("unshard")
-            return pending
-
-        return run
+        issue = self.world.bind_all_gather(storage.flat, shard, full)
+        return self._gathering(node, issue, [self._label(source_node)], [self._label(node)])
 
     def _bucket(self, node: fx.Node) -> Callable[..., Any]:
         """An AllGather of several: the members' buffers lie one after another in its slot, what is staged behind them."""
-        streams, events = self.streams, self.events
         flats = [self.executor.storages[flat].flat for flat in info(node).members]
         sources: Any = node.args[0]
         fulls, staging = self._members(node, flats)
         place = dict(zip(info(node).members, fulls))
         self.buffers.update({wait: place[info(wait).flat or ""] for wait in node.users})
         shards = [self.buffers[source] for source in sources]
-        issue, before = self.world.bind_bucket(flats, shards, fulls, staging), self._before(node, "unshard")
-        reads, writes = map(self._label, sources), map(self._label, node.users)
-        touched = [(label, False) for label in reads] + [(label, True) for label in dict.fromkeys(writes)]
-        done = _done(node)
+        issue = self.world.bind_bucket(flats, shards, fulls, staging)
+        written = dict.fromkeys(map(self._label, node.users))
+        return self._gathering(node, issue, map(self._label, sources), written)
+
+    def _gathering(
+        self, node: fx.Node, issue: Issue, read: Iterable[str], written: Iterable[str]
+    ) -> Callable[..., Any]:
+        """`issue` on the queue of AllGathers, behind what frees the slot; the labels of what it reads and writes."""
+        streams, events, before, done = self.streams, self.events, self._before(node, "unshard"), _done(node)
+        touched = [(label, False) for label in read] + [(label, True) for label in written]
 
         def run() -> Pending:
             before()

@@ -255,8 +255,8 @@ class Schedule:
         )
 
     def to_json(self, indent: int | None = None) -> str:
-        """The lossless form: `Schedule.from_json` reads it back. The same on every machine; constants, `costs` and the
-        seconds that passes took are not in it."""
+        """JSON that `Schedule.from_json` reads back as this schedule, to verify, draw, compare and edit; the same on every
+        machine. It cannot run: constants are not in it, nor are `costs` and the seconds that passes took."""
         from fxshard.ir.json_form import schedule_to_json
 
         return schedule_to_json(self, indent)

@@ -39,21 +39,30 @@ def averaged(model: nn.Module, W: int) -> nn.Module:
 # -- norms
 
 
-def clipped(F: int, order: float, foreach: bool | None) -> dict[str, Any]:
-    model = fxshard.compile(make(), F)
-    model(batch(dist.get_rank())).square().sum().backward()
-    total = nn.utils.clip_grad_norm_(model.parameters(), 0.1, order, foreach=foreach)
-    return {"total": float(total), "gradients": [whole(p.grad) for p in model.parameters()]}
+NORMS = ((2.0, None), (2.0, False), (1.0, True), (float("inf"), None))
+"""Orders, and `foreach`."""
+
+
+def clipped(F: int) -> list[tuple[float, list[torch.Tensor]]]:
+    model, found = fxshard.compile(make(), F), []
+    for order, foreach in NORMS:
+        model.zero_grad()
+        model(batch(dist.get_rank())).square().sum().backward()
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.1, order, foreach=foreach)
+        found.append((float(total), [whole(p.grad) for p in model.parameters()]))
+    return found
 
 
 @pytest.mark.parametrize(("W", "F"), [(2, 2), (3, 3), (4, 2), (2, 1)])
 def test_the_norm_is_of_the_whole_model_on_every_rank(ranks: Ranks, W: int, F: int) -> None:
-    for order, foreach in ((2.0, None), (2.0, False), (1.0, True), (float("inf"), None)):
+    results = ranks.run(W, clipped, F)
+    for which, (order, _) in enumerate(NORMS):
         plain = averaged(make(), W)
         expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, order))
-        for result in ranks.run(W, clipped, F, order, foreach):
-            assert result["total"] == pytest.approx(expected, rel=1e-12)
-            for mine, p in zip(result["gradients"], plain.parameters()):
+        for result in results:
+            total, gradients = result[which]
+            assert total == pytest.approx(expected, rel=1e-12)
+            for mine, p in zip(gradients, plain.parameters(), strict=True):
                 torch.testing.assert_close(mine, p.grad, rtol=1e-12, atol=1e-14)
 
 

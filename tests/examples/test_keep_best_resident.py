@@ -18,7 +18,7 @@ from fxshard.ir import Schedule, clock
 from fxshard.ir.costs import COLLECTIVE_QUEUES, Costs
 from fxshard.passes import Pass
 from tests.capture.compare import identical
-from tests.examples.trained import CASES, gathered_bytes, ladder, story, traced, train
+from tests.examples.trained import CASES, EACH, gathered_bytes, ladder, story, traced, train
 from tests.passes.golden import node_names, remarks
 
 
@@ -94,7 +94,7 @@ def test_a_place_that_is_not_there_is_refused():
         ladder([4, 4], kept(0), keep_root_resident=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_backward_gathers_less_in_the_memory_stated(name: str):
     case, default = CASES[name], traced(name)
     blocks = max(flat.full_bytes for flat in default.flats.values())
@@ -109,7 +109,7 @@ def test_backward_gathers_less_in_the_memory_stated(name: str):
     assert not schedule.backward.all_gathers
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_backward_is_exposed_for_less_time(name: str):
     """By the clock: for less time over a link slower than compute, for no longer over one behind which all is hidden."""
     budget = 2 * max(flat.full_bytes for flat in traced(name).flats.values())
@@ -121,7 +121,7 @@ def test_backward_is_exposed_for_less_time(name: str):
         assert exposed["forward"] <= before["forward"] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_training_is_the_same_bit_for_bit(name: str, one_thread: None):
     case = CASES[name]
     budget = 2 * max(flat.full_bytes for flat in traced(name).flats.values())

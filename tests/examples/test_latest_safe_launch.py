@@ -19,7 +19,7 @@ from fxshard.ir.costs import Costs
 from fxshard.ir.nodes import info
 from tests.capture.compare import identical
 from tests.distributed.harness import RankFailure, Ranks
-from tests.examples.trained import CASES, DEEP, ladder, story, traced, train
+from tests.examples.trained import CASES, DEEP, EACH, ladder, story, traced, train
 from tests.passes.golden import node_names, remarks
 
 
@@ -124,7 +124,7 @@ def test_a_forward_only_schedule_is_launched_late_too():
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.25])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_less_is_gathered_at_no_more_exposed_time(name: str, margin: float):
     deep, schedule = traced(name, deep=True), traced(name, launched(margin), deep=True)
     for ahead in (True, False):
@@ -153,7 +153,7 @@ def test_where_one_unit_ahead_is_too_late_a_gather_stays_early():
     assert areas[1] < 0.95 * areas[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_no_gather_could_be_launched_later(name: str):
     """Every further move, past one FREE, exposes a gather or makes no sense: nothing lies between it and the next."""
     schedule = traced(name, launched(0.0), deep=True)
@@ -180,7 +180,7 @@ def test_a_margin_launches_earlier():
     assert byte_time(exact, costs_of(exact, RATES)) < byte_time(sure, costs_of(sure, RATES))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_training_is_the_same_bit_for_bit(name: str, one_thread: None):
     case = CASES[name]
     plain, _ = train(case)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +55,9 @@ CASES = {
         options={"mixed_precision": fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)}
     ),
 }
+
+EACH = [pytest.param(c, marks=() if c in ("hybrid", "mixed precision") else pytest.mark.full) for c in CASES]
+"""The names of the cases for `parametrize`: two in every run, the others in the full one."""
 
 DEEP: dict[str, Any] = {"forward_prefetch": 3, "backward_prefetch": 3, "rate_limit": None}
 

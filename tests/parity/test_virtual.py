@@ -46,7 +46,6 @@ def assert_same_bits(expected: list[Record], got: list[Record]) -> None:
     few_and_full(
         [
             *(single("mlp", F) for F in FACTORS),
-            single("gpt", 8),
             *(single(s, 4) for s in ("resnet", "bert")),
         ],
         [single(s, F) for s in (*SAME_AS_EAGER, "mamba") for F in FACTORS],
@@ -59,7 +58,7 @@ def test_sharding_keeps_the_bits_of_the_captured_graph(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     few_and_full(
-        [single(s) for s in ("mlp", "two_heads", "gpt", "llama", "resnet", "bert")],
+        [single(s) for s in ("mlp", "two_heads", "gpt", "llama")],
         [single(s) for s in ("two_heads", *SAME_AS_EAGER)],
     ),
 )
@@ -74,7 +73,7 @@ def test_the_scan_that_mamba_uses_when_compiled_differs_by_less_than_1e_6() -> N
 
 
 SEVERAL = [Case(s, W, F, "adamw", torch.float32) for s in ("two_heads", *MODELS) for W, F in worlds((2, 3, 4))]
-SOME = [c for c in SEVERAL if c.subject in ("two_heads", "mlp") and (c.W, c.F) in {(3, 3), (4, 2)}]
+SOME = [c for c in SEVERAL if (c.subject, c.W, c.F) in {("two_heads", 4, 2), ("mlp", 3, 3)}]
 
 
 @pytest.mark.parametrize("case", few_and_full(SOME, SEVERAL))

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from tests.distributed.harness import RankFailure, Ranks
-from tests.peers.features import FEATURES, SYSTEMS, ask
+from tests.peers.features import FEATURES, ask
+from tests.peers.systems import SYSTEMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"

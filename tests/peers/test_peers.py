@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.distributed.harness import RankFailure, Ranks
-from tests.peers.features import FEATURES, REFUSED, SYSTEMS, ask
+from tests.peers.features import FEATURES, REFUSED, ask
+from tests.peers.systems import SYSTEMS
 from tests.peers.table import BEGIN, END, PAGE, rows
 
 FEW = (
