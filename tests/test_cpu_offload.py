@@ -62,8 +62,8 @@ def train(F: int, W: int, keeps=(None,) * 3, **options):
 @pytest.mark.parametrize(
     ("F", "W", "keeps", "options"),
     [
-        (4, 4, KEEPS, {}),
-        (2, 4, KEEPS, {}),
+        pytest.param(4, 4, KEEPS, {}, marks=pytest.mark.full),
+        pytest.param(2, 4, KEEPS, {}, marks=pytest.mark.full),
         (2, 4, KEEPS, {"mixed_precision": BF16}),
         (1, 2, KEEPS, {"mixed_precision": BF16}),
         (1, 1, KEEPS, {}),

@@ -48,7 +48,9 @@ def model(text: str):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        pytest.param(text, expected, marks=pytest.mark.full if text.startswith(("T5", "Whisper")) else ())
+        pytest.param(
+            text, expected, marks=pytest.mark.full if text.startswith(("T5", "Whisper", "GPT2", "Qwen2")) else ()
+        )
         for text, expected in MODELS.items()
     ],
     ids=lambda x: x.split("{")[0] if isinstance(x, str) else "",

@@ -35,7 +35,9 @@ def accumulate(F: int, patterns: tuple[str, ...], heads: tuple[str, ...]) -> tup
     return told, issued
 
 
-@pytest.mark.parametrize(("W", "F"), [(1, 1), (2, 1), (3, 3), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("W", "F"), [(1, 1), (3, 3), (4, 2), *(pytest.param(*wf, marks=pytest.mark.full) for wf in ((2, 1), (4, 4)))]
+)
 def test_any_mix_on_real_ranks(ranks: Ranks, W: int, F: int) -> None:
     for told, issued in ranks.run(W, accumulate, F, PATTERNS, ("both",) * 4):
         assert told == []
@@ -102,6 +104,6 @@ def sgd_steps(F: int) -> list[float]:
     return [(a.full_tensor() - b).abs().max().item() for a, b in pairs if a.numel()]
 
 
-@pytest.mark.parametrize("F", [1, 2, 4])
+@pytest.mark.parametrize("F", [2, *(pytest.param(F, marks=pytest.mark.full) for F in (1, 4))])
 def test_steps_with_clipping_equal_eager(ranks: Ranks, F: int) -> None:
     assert max(max(found) for found in ranks.run(4, sgd_steps, F)) < 1e-9

@@ -55,12 +55,12 @@ def gather_messages(model: torch.nn.Module) -> int:
 
 
 CONFIGURATIONS = [
-    (2, 2, {}),
-    (3, 3, {"debug": True}),
-    (4, 4, {"rate_limit": 4, "forward_prefetch": 2, "backward_prefetch": 2}),
     (4, 2, {"debug": True}),
     (3, 3, {"mixed_precision": BF16, "debug": True}),
-    (4, 2, {"mixed_precision": BF16, "reshard_after_forward": False}),
+    pytest.param(2, 2, {}, marks=pytest.mark.full),
+    pytest.param(3, 3, {"debug": True}, marks=pytest.mark.full),
+    pytest.param(4, 4, {"rate_limit": 4, "forward_prefetch": 2, "backward_prefetch": 2}, marks=pytest.mark.full),
+    pytest.param(4, 2, {"mixed_precision": BF16, "reshard_after_forward": False}, marks=pytest.mark.full),
 ]
 
 

@@ -42,7 +42,10 @@ def measure(F: int) -> dict[str, Any]:
     return {"sent": sent, "M": sum(f.full_bytes for f in flats), "twice": twice}
 
 
-@pytest.mark.parametrize(("W", "F"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("W", "F"),
+    [(2, 1), (3, 3), (4, 2), *(pytest.param(*wf, marks=pytest.mark.full) for wf in ((2, 2), (3, 1), (4, 4)))],
+)
 def test_bytes_follow_the_formulas(ranks: Ranks, W: int, F: int) -> None:
     """Replicate 2M(W-1)/W. Full: M(W-1)/W each for the forward gather, the backward gather of what is not resident, and
     the reduce. Hybrid: the same inside the shard group, plus 2(M/F)(R-1)/R across replicas.

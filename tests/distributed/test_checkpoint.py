@@ -197,7 +197,7 @@ def full_and_back(F: int) -> tuple[list[str], list[str], int]:
     return wrong, names, len(full)
 
 
-@pytest.mark.parametrize("F", [1, 2, 4])
+@pytest.mark.parametrize("F", [2, *(pytest.param(F, marks=pytest.mark.full) for F in (1, 4))])
 def test_full_state_dicts_of_rank_0(ranks: Ranks, F: int) -> None:
     for rank, (wrong, names, size) in enumerate(ranks.run(4, full_and_back, F)):
         assert (wrong, names) == ([], [])

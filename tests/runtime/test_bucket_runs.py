@@ -54,7 +54,7 @@ CONFIGURATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [Odd, lambda: Framed(5)], ids=["odd", "framed"])
+@pytest.mark.parametrize("make", [Odd, pytest.param(lambda: Framed(5), marks=pytest.mark.full)], ids=["odd", "framed"])
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
 def test_a_merged_schedule_trains_as_the_plain_model(options, make):
     """In debug mode: a member's buffer is NaN after its FREE, whatever the others still need."""
