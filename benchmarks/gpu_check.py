@@ -197,7 +197,7 @@ def collectives() -> dict[str, Any]:
             check(torch.equal(gathered, sent), f"all_reduce of {wire}")
             done += 5
         flags = [True, False, True]
-        check(world.presence(flags)() == flags, "presence")
+        check(world.presence((flat.name,), flags)() == flags, "presence")
         check(torch.equal(world.gather_flat(flat, sent), sent), "gather_flat")
         check(torch.equal(world.reduce_small(value, "max"), value), "reduce_small")
     finally:

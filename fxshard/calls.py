@@ -159,9 +159,10 @@ def _runner(
         try:
             if outermost:
                 for table, name, master, handle in handles:
-                    if handle.requires_grad != master.requires_grad:
-                        handle.requires_grad_(master.requires_grad)
-                    table[name] = handle
+                    if table.get(name) is master:  # what was put in its place since is refused where it is read
+                        if handle.requires_grad != master.requires_grad:
+                            handle.requires_grad_(master.requires_grad)
+                        table[name] = handle
                 for entrance in state.entrances:
                     entrance.open()
             with torch_private.while_capturing():
@@ -174,8 +175,9 @@ def _runner(
                 state.in_call = False
                 for entrance in state.entrances:
                     entrance.close()
-                for table, name, master, _ in handles:
-                    table[name] = master
+                for table, name, master, handle in handles:
+                    if table.get(name) is handle:
+                        table[name] = master
         if failure is not None:
             state.tell(failure)
             raise failure

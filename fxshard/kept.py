@@ -31,6 +31,10 @@ class KeptGradient(ShardedParameter):
     dropped: bool
     """Whether it was set to zero: it is a reduced gradient like any other then."""
 
+    absent_at: int | None
+    """Set to zero where nothing was reduced before: after how many edits. The next reduce that has no gradient of the
+    parameter sets `.grad` to None, which plain training has there."""
+
     _alias_of: KeptGradient | None
 
     @staticmethod
@@ -39,7 +43,7 @@ class KeptGradient(ShardedParameter):
         made: Any = ShardedParameter.__new__(
             KeptGradient, nothing, parameter.shape, parameter.stride(), parameter.fqn, parameter.binding, is_state=True
         )
-        made.base, made.dropped, made._alias_of = base, False, None
+        made.base, made.dropped, made.absent_at, made._alias_of = base, False, None, None
         return made
 
     @property
@@ -53,7 +57,10 @@ class KeptGradient(ShardedParameter):
 
     def _drop(self) -> None:
         kept = self._original
-        kept.local = torch.zeros_like(kept.local) if kept.base is None else kept.base.local.zero_()
+        if kept.base is None:
+            kept.local, kept.absent_at = torch.zeros_like(kept.local), kept.edits[0]
+        else:
+            kept.local = kept.base.local.zero_()
         kept.dropped, kept.base = True, None
 
     def refuse(self, what: object) -> NoReturn:

@@ -61,10 +61,11 @@ class Binding:
     `FlatStorage` it lies in.
 
     `gather(local)` returns the whole parameter, flat in storage order, from the pieces of the shard group (a
-    collective); `reduce(values, op)` reduces a small tensor over the group, op "sum" or "max".
+    collective); `reduce(values, op)` reduces a small tensor over the group, op "sum" or "max". `cut` says how the parameter
+    is cut over the group, see `FlatParameter.cut`.
     """
 
-    __slots__ = ("fqn", "gather", "generation", "hooks", "length", "numel", "owner", "reduce", "start")
+    __slots__ = ("cut", "fqn", "gather", "generation", "hooks", "length", "numel", "owner", "reduce", "start")
 
     def __init__(
         self,
@@ -76,8 +77,9 @@ class Binding:
         gather: Callable[[Tensor], Tensor],
         reduce: Callable[[Tensor, str], Tensor],
         owner: Callable[[], Any] = lambda: None,
+        cut: tuple[int, ...] = (),
     ):
-        self.owner = owner
+        self.owner, self.cut = owner, cut
         self.fqn, self.numel, self.start, self.length = fqn, numel, start, length
         self.generation, self.gather, self.reduce = generation, gather, reduce
         self.hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
@@ -155,8 +157,9 @@ class ShardedParameter(torch.Tensor):
         flat = stored.as_strided((binding.numel,), (1,))
         return flat[binding.start : binding.start + binding.length]
 
-    def _place(self) -> tuple[int, int] | None:
-        return None if self.binding is None else (self.binding.start, self.binding.length)
+    def _place(self) -> tuple[Any, ...] | None:
+        """What decides, on every rank alike, whether elements of two parameters of one size lie on the same ranks."""
+        return None if self.binding is None else (self.binding.cut, self.binding.start, self.binding.length)
 
     def _bound(self, what: object) -> Binding:
         if self.binding is None:
@@ -198,6 +201,12 @@ class ShardedParameter(torch.Tensor):
         return repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        if self.is_state:
+            raise TypeError(
+                f"this is a piece of a gradient, or of an optimizer's state, of parameter '{self.fqn}' and cannot be pickled. "
+                "`optimizer.state_dict()` holds what can be from the optimizer's first step on; fxshard.checkpoint.save at "
+                "any time"
+            )
         raise TypeError(
             f"parameter '{self.fqn}' is sharded and cannot be pickled: save `model.state_dict()`, or `parameter.full_tensor()`"
         )
@@ -217,8 +226,7 @@ class ShardedParameter(torch.Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        mine, same = self.local, isinstance(value, ShardedParameter) and value.dtype == self.dtype
-        if same and value.local.data_ptr() == mine.data_ptr() and value.local.shape == mine.shape:
+        if isinstance(value, ShardedParameter) and value.dtype == self.dtype and _same_memory(value.local, self.local):
             return
         what = f"{tuple(value.shape)}, {value.dtype}, {value.device}" if isinstance(value, Tensor) else repr(value)
         raise TypeError(
@@ -286,6 +294,12 @@ class ShardedParameter(torch.Tensor):
         if func in _SAME_PIECE or torch.Tag.pointwise in func.tags:
             return _on_pieces(func, name, first, args, kwargs)
         _refuse(first, func)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Of pieces; empty ones have no address, and lie in a storage all the same."""
+    places = [(t.untyped_storage()._cdata, t.storage_offset(), t.shape) for t in (a, b)]
+    return places[0] == places[1]
 
 
 def _full_fake(x: Any) -> Any:

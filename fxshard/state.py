@@ -223,9 +223,12 @@ class State:
     def plain_parameters(self) -> Iterator[None]:
         full = {}
         for storage in self.storages.values():
-            for p in storage.parameters.values():
-                with torch.no_grad():
-                    full[p] = nn.Parameter(p.full_tensor(), requires_grad=False)  # type: ignore[attr-defined]
+            parameters: list[Any] = list(storage.parameters.values())
+            with torch.no_grad():
+                wholes = storage.wholes([p.local for p in parameters])
+                full.update(
+                    {p: nn.Parameter(w, requires_grad=False) for p, w in zip(parameters, wholes) if w is not None}
+                )
         places = [(d, n, p) for m in self.module.modules() for d in (m._parameters,) for n, p in d.items() if p in full]
         for d, n, p in places:
             d[n] = full[p]

@@ -476,9 +476,11 @@ class Binder:
         flags: Any = node.args[0]
         world, executor = self.world, self.executor
         accumulation = self.schedule.accumulation
+        told = (n for n in self.phase.nodes("accumulate_grad") if len(n.args) > 3)
+        ends = sorted(told, key=lambda n: n.args[3])  # type: ignore[arg-type, return-value]
+        flats = tuple(info(n).flat or "" for n in ends)
         if not (accumulation.kept or accumulation.kept_shards):
-            return lambda: world.presence(flags)
-        ends = sorted(self.phase.nodes("accumulate_grad"), key=lambda n: n.args[3])  # type: ignore[arg-type, return-value]
+            return lambda: world.presence(flats, flags)
         places = [
             (storage.kept, i, fqn)
             for n in ends
@@ -488,7 +490,7 @@ class Binder:
 
         def run() -> Callable[[], list[bool]]:
             own = (flag and fqn not in executor.skipped for flag, (_, _, fqn) in zip(flags, places, strict=True))
-            return world.presence([a or kept.present(i) for a, (kept, i, _) in zip(own, places)])
+            return world.presence(flats, [a or kept.present(i) for a, (kept, i, _) in zip(own, places)])
 
         return run
 

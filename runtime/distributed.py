@@ -152,7 +152,7 @@ class DistributedWorld(World):
             if whole is not tensor:
                 tensor.copy_(whole)
 
-    def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+    def presence(self, flats: tuple[str, ...], flags: Sequence[bool]) -> Callable[[], list[bool]]:
         vector = torch.tensor(flags, dtype=torch.uint8)
         work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.control, async_op=True)
 

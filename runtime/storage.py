@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxshard.capture.torch_private import storage_uses, tensor_uses
 from fxshard.ir import FlatParameter
+from fxshard.kept import KeptGradient
 from fxshard.parameter import Binding, Generation, ShardedParameter
 from fxshard.runtime.accumulation import KeptGradients
 from fxshard.runtime.world import World
@@ -49,8 +50,10 @@ class FlatStorage:
             start = flat.offsets[index]
             return full[start : start + spec.numel].clone()
 
-        reduce = self.world.reduce_small
-        return Binding(spec.fqn, spec.numel, piece.start, piece.length, generation, gather, reduce, weakref.ref(self))
+        owner, cut = weakref.ref(self), () if world.held == flat.F else flat.cut(index)
+        return Binding(
+            spec.fqn, spec.numel, piece.start, piece.length, generation, gather, world.reduce_small, owner, cut
+        )
 
     def views(self, part: Tensor) -> list[Tensor]:
         """The pieces of a part (held * S,), each (length,)."""
@@ -101,6 +104,8 @@ class FlatStorage:
                 new = self._fresh_wrappers() if any(f and w for f, w in zip(fresh, wanted)) else []
                 for i, leaf in enumerate(leaves):
                     if not wanted[i]:
+                        if isinstance(leaf.grad, KeptGradient) and leaf.grad.absent_at == leaf.grad.edits[0]:
+                            leaf.grad = None
                         continue
                     if fresh[i]:
                         self._sums.pop(i, None)
@@ -119,6 +124,8 @@ class FlatStorage:
         """Add to `.grad`. Where it is narrower than the accumulation dtype the sum so far is kept beside it, from the second
         backward on, so that small terms are not lost one by one; it is void once `.grad` was changed by anyone else."""
         gradient = self.sharded_gradient(leaf)
+        if isinstance(gradient, KeptGradient):
+            gradient.absent_at = None
         if self.flat.accumulate_dtype.itemsize <= gradient.dtype.itemsize:
             gradient.local.add_(reduced)
             return

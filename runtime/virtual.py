@@ -41,9 +41,11 @@ class VirtualWorld(World):
         self._scattered: dict[str, list[Tensor]] = {}
         """Each replica's reduced shard, from the reduce queue to the replicate queue: kept, since memory that one stream
         frees while another reads it would be given away."""
-        self._flags: list[Sequence[bool]] = []
+        self._flags: dict[tuple[str, ...], list[Sequence[bool]]] = {}
         self._module: Callable[[], nn.Module | None] = lambda: None
         self._buffers: list[dict[str, Tensor]] = []
+        self._acting: int | None = None
+        """In `rank(r)`: whose buffers the module's own are."""
 
     def check_free(self, device: torch.device) -> None:
         """Raise ValueError if a model on `device` cannot be put here: another device, or a model is here already."""
@@ -63,7 +65,8 @@ class VirtualWorld(World):
         return whole.clone()
 
     def first_ranks(self, name: str, buffer: Tensor) -> Tensor:
-        return (self._buffers[0].get(name, buffer) if self._buffers else buffer).detach().clone()
+        kept = self._buffers[0].get(name, buffer) if self._buffers and self._acting != 0 else buffer
+        return kept.detach().clone()
 
     def buffers_changed(self, module: nn.Module) -> None:
         self.attach(module)
@@ -80,9 +83,11 @@ class VirtualWorld(World):
             with torch.no_grad():
                 for name, buffer in named.items():
                     buffer.copy_(self._buffers[r][name])
+            before, self._acting = self._acting, r
             try:
                 yield
             finally:
+                self._acting = before
                 with torch.no_grad():
                     for name, buffer in named.items():
                         self._buffers[r][name].copy_(buffer)
@@ -94,7 +99,7 @@ class VirtualWorld(World):
 
     def abandon(self) -> None:
         self._parts.clear()
-        self._flags = []
+        self._flags.clear()
 
     def _contribute(self, flat: str, part: Tensor) -> list[Tensor] | None:
         """Collect one rank's part; all of them once the last has come."""
@@ -174,11 +179,12 @@ class VirtualWorld(World):
 
         return issue
 
-    def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+    def presence(self, flats: tuple[str, ...], flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        told = self._flags.setdefault(flats, [])
         if self.contributor == 0:
-            self._flags = []
-        self._flags.append(flags)
-        return lambda: [any(column) for column in zip(*self._flags)]
+            told.clear()
+        told.append(flags)
+        return lambda: [any(column) for column in zip(*told)]
 
     def reduce_small(self, values: Tensor, op: str) -> Tensor:
         return values

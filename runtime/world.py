@@ -130,8 +130,9 @@ class World(ABC):
         of its size, or one for each replica that this process stands for."""
 
     @abstractmethod
-    def presence(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Start finding out which flags are set on any rank; call the result for the answer."""
+    def presence(self, flats: tuple[str, ...], flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Start finding out which flags, of the parameters of these flats, are set on any rank; call the result for the
+        answer."""
 
     @abstractmethod
     def reduce_small(self, values: Tensor, op: str) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxshard
+from fxshard.kept import KeptGradient
 from tests.capture.compare import (
     Block,
     Chain,
@@ -141,6 +142,35 @@ def test_parameters_changed_between_forward_and_backward_are_refused(change):
     sharded.zero_grad()  # and the model still trains
     sharded(x).sum().backward()
     assert all(p.grad is not None for p in sharded.parameters())
+
+
+def test_a_backward_through_many_views_is_seen():
+    """A hundred outputs that are views of one tensor, and a chain of views."""
+
+    class Rows(Framed):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            h = super().forward(x)
+            for _ in range(10):
+                h = h.transpose(0, 1)
+            return [h[i] for i in range(100)]
+
+    plain, sharded = pair(Rows)
+    x = torch.randn(100, *batches(1)[0].shape[1:])
+    loss = sum(row.square().sum() for row in sharded(x))
+    with torch.no_grad():
+        sharded.head.bias.add_(1)
+    with pytest.raises(RuntimeError, match="parameters changed between forward and backward"):
+        loss.backward()
+    with torch.no_grad():
+        plain.head.bias.add_(1)
+    sharded.zero_grad()
+    with sharded.no_sync():
+        sum(row.square().sum() for row in sharded(x)).backward()
+    assert all(isinstance(p.grad, KeptGradient) for p in sharded.parameters())
+    for model in (plain, sharded):
+        sum(row.square().sum() for row in model(x)).backward()
+    for (name, a), b in zip(plain.named_parameters(), sharded.parameters()):
+        torch.testing.assert_close(full(b.grad), 2 * a.grad, msg=name)
 
 
 def test_an_optimizer_step_that_changes_nothing_of_the_model_is_no_change():
@@ -310,6 +340,19 @@ def test_whole_parameters_inside_one_another():
         assert identical(plain(batches(1)[0]), sharded(batches(1)[0])) and sharded.schedules == []
     assert all(isinstance(p, fxshard.ShardedParameter) for p in sharded.parameters())
     train_both(plain, sharded, batches(2))
+
+
+def test_whole_parameters_are_gathered_once_a_unit(monkeypatch):
+    _, sharded = pair(Framed)
+    gathered, gather = [], fxshard.VirtualWorld.gather_flat
+
+    def counted(self, flat, part):
+        gathered.append(flat.name)
+        return gather(self, flat, part)
+
+    monkeypatch.setattr(fxshard.VirtualWorld, "gather_flat", counted)
+    with sharded.unsharded():
+        assert sorted(gathered) == sorted(sharded.__dict__["_fxshard"].storages)
 
 
 def test_buffers_that_are_shared_stay_so_in_another_dtype():
@@ -490,6 +533,51 @@ def test_contributors_start_again_after_a_backward_that_failed():
         (plain(x).square().sum() / 3).backward()
     for (name, a), b in zip(plain.named_parameters(), sharded.parameters()):
         torch.testing.assert_close(full(b.grad), a.grad, msg=name)
+
+
+def test_contributors_call_several_entry_points_in_a_step():
+    """What has a gradient on any rank is told for each of them."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+        def first(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+        def second(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.c(x), self.d(x)
+
+    world = fxshard.VirtualWorld(2, contributors=2)
+    plain, sharded = pair(Pairs, None, world=world, units=[nn.Linear], entry_points=("first", "second"))
+    for r, x in enumerate(batches(2)):
+        with world.rank(r):
+            for model, share in ((plain, 0.5), (sharded, 1.0)):
+                (model.first(x)[0].square().sum() * share).backward()
+                (model.second(x)[1].square().sum() * share).backward()
+    assert [n for n, p in sharded.named_parameters() if p.grad is None] == ["b.weight", "b.bias", "c.weight", "c.bias"]
+    for (name, a), b in zip(plain.named_parameters(), sharded.parameters()):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(full(b.grad), a.grad, msg=name)
+
+
+def test_a_state_dict_has_rank_0s_buffers_while_a_contributor_acts():
+    world = fxshard.VirtualWorld(2, contributors=2)
+    _, sharded = pair(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)), None, world=world, units="none")
+    given = batches(2)
+
+    def saved() -> Tensor:
+        return sharded.state_dict()["0.running_mean"]
+
+    with world.rank(0):
+        sharded(given[0])
+        of_first = sharded[0].running_mean.clone()
+        assert identical(saved(), of_first) and of_first.any()
+    with world.rank(1):
+        sharded(given[1])
+        assert identical(saved(), of_first) and not identical(sharded[0].running_mean, of_first)
 
 
 def test_contributors_evaluate_between_steps():

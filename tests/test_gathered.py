@@ -169,9 +169,14 @@ def test_a_step_that_fails_leaves_groups_and_state() -> None:
     optimizer = whitened(list(model.parameters()), fxshard.gathered)
     groups = [list(g["params"]) for g in optimizer.param_groups]
     model(batches(1)[0]).square().mean().backward()
+    optimizer.step()
+    state = {p: dict(values) for p, values in optimizer.state.items()}
+    assert state
     optimizer.param_groups[0]["lr"] = "fast"
     with pytest.raises(TypeError):
         optimizer.step()
+    assert optimizer.state.keys() == state.keys()
+    assert all(values.keys() == state[p].keys() for p, values in optimizer.state.items())
     assert [[p is q for p, q in zip(g["params"], old)] for g, old in zip(optimizer.param_groups, groups)] == [
         [True] * len(old) for old in groups
     ]

@@ -179,6 +179,59 @@ def test_zero_grad_drops_what_was_kept(keep: str, to_none: bool, reduced_before:
     assert apart(model, expected(4, ["both"])) == []
 
 
+@pytest.mark.parametrize("keep", ["unsharded", "sharded"])
+@pytest.mark.parametrize("contributors", [1, 4])
+def test_zeros_where_nothing_was_are_none_to_the_next_step(contributors: int, keep: str) -> None:
+    """A frozen parameter and one outside the loss are not decayed, whatever `zero_grad` does to what was kept of their unit."""
+    world = fxshard.VirtualWorld(2, contributors=contributors)
+    model = fxshard.compile(built(), world=world, units="none")
+    plain = built()
+    for m in (model, plain):
+        m.a.weight.requires_grad_(False)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.1, weight_decay=0.5) for m in (model, plain)]
+
+    def plain_step(number: int, heads: str) -> None:
+        for r in range(contributors):
+            (plain(batch(number, r), heads).square().sum() / contributors).backward()
+
+    micro_step(model, world, 0, keep[0], "left")
+    plain_step(0, "left")
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    micro_step(model, world, 1, "r", "left")
+    plain_step(1, "left")
+    wanted = {n: p.grad for n, p in plain.named_parameters()}
+    assert wanted["right.weight"] is None and wanted["a.weight"] is None
+    assert apart(model, wanted) == []
+    micro_step(model, world, 2, "r", "right")  # `left` has a gradient by now, whatever this one brings
+    plain_step(2, "right")
+    assert apart(model, {n: p.grad for n, p in plain.named_parameters()}) == []
+    for optimizer in optimizers:
+        optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=0, atol=1e-9, msg=name)
+
+
+def one_of(outputs: tuple[Tensor, Tensor], which: str) -> Tensor:
+    left, right = (out.square().sum() for out in outputs)
+    return {"left": left, "right": right, "both": left + right}[which]
+
+
+@pytest.mark.parametrize("keep", ["unsharded", "sharded"])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_outputs_of_one_capture_that_some_losses_leave_out(dropped: bool, keep: str) -> None:
+    """What an earlier backward kept is still there at the end, unless it was dropped: then there is none."""
+    model, plain = fxshard.compile(built(TwoOutputs), F=2, units="none"), built(TwoOutputs)
+    for m in (model, plain):
+        for number, which in enumerate(("both", "left", "left")):
+            if number == 2 and dropped:
+                m.right.weight.grad = None
+            with m.no_sync(keep) if m is model and number < 2 else contextlib.nullcontext():
+                one_of(m(batch(number, 0)), which).backward()
+    assert (plain.right.weight.grad is None) == dropped and plain.right.bias.grad is not None
+    assert apart(model, {n: p.grad for n, p in plain.named_parameters()}) == []
+
+
 def test_zero_grad_of_some_parameters_drops_those() -> None:
     model, world = sharded(2, 4)
     micro_step(model, world, 0, "u")
@@ -367,6 +420,22 @@ def test_backward_of_some_inputs_keeps_only_theirs(F: int, contributors: int, ke
             loss, inputs = parts(plain, number, r)
             loss.backward(inputs=inputs)
     assert apart(model, {n: p.grad for n, p in plain.named_parameters()}) == []
+
+
+@pytest.mark.parametrize("keep", ["unsharded", "sharded"])
+@pytest.mark.parametrize(("F", "contributors"), [(2, 1), (2, 4)])
+def test_what_no_backward_asked_for_stays_none(F: int, contributors: int, keep: str) -> None:
+    model, world = sharded(F, contributors)
+    plain = built()
+    for number, which in enumerate(("left", "a", "left")):
+        for m in (model, plain):
+            for r in range(contributors):
+                share = 1.0 if m is model else 1 / contributors
+                with world.rank(r), m.no_sync(keep) if m is model and number < 2 else contextlib.nullcontext():
+                    (m(batch(number, r)).square().sum() * share).backward(inputs=[getattr(m, which).weight])
+    wanted = {n: p.grad for n, p in plain.named_parameters()}
+    assert [n for n, g in wanted.items() if g is not None] == ["a.weight", "left.weight"]
+    assert apart(model, wanted) == []
 
 
 def test_a_layer_unfrozen_between_micro_batches() -> None:

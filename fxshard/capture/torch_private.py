@@ -199,22 +199,25 @@ def sequence_number(node: fx.Node) -> int | None:
     return node.meta.get("seq_nr")
 
 
+VIEWS = 64
+"""Of how many views one of another an output may be."""
+
+
 def backward_node(outputs: Sequence[Any]) -> Any:
     """The AOT autograd node behind a call's outputs, or None.
 
-    Outputs that alias an intermediate hang off it by a view; the node is found a few edges up.
+    Outputs that alias an intermediate hang off it by their views, whose chain is followed. What aliases an input may have
+    any history: of that no more than `VIEWS` edges are walked.
     """
-    stack = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    level = {t.grad_fn: None for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None}
     seen: set[Any] = set()
-    while stack:
-        node = stack.pop(0)
-        if node in seen or len(seen) > 64:
-            continue
-        seen.add(node)
-        function = getattr(type(node), "_forward_cls", None)
-        if function is not None and hasattr(function, "_aot_id"):
-            return node
-        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    for _ in range(VIEWS):
+        for node in level:
+            function = getattr(type(node), "_forward_cls", None)
+            if function is not None and hasattr(function, "_aot_id"):
+                return node
+        seen.update(level)
+        level = {p: None for node in level for p, _ in node.next_functions if p is not None and p not in seen}
     return None
 
 

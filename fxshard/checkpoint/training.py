@@ -55,7 +55,8 @@ def save(
 
     Raises ValueError where `directory` has a later step, or the optimizer parameters of another model; TypeError for an extra
     that `load` would refuse (it unpickles nothing but plain values): on the rank that finds out (rank 0 looks at the
-    directory), and RuntimeError on the others; AgreementError where ranks give different arguments.
+    directory), and RuntimeError on the others; AgreementError where ranks give another `step`, `keep` or kind of optimizer. The
+    directory has to be one for all: ranks that do not see rank 0's raise before it counts as finished.
     """
     contents, folder = Contents.of(model, "saving a checkpoint"), Path(directory)
     world = contents.world
@@ -130,6 +131,7 @@ def latest(directory: Folder) -> Path | None:
 
 def load(directory: Folder, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Load the last finished checkpoint of `directory`, or one that is named itself, and return its `extra` with its `step`.
+    Rank 0's `directory` counts.
 
     Into any number of ranks, F and units. The optimizer may be new or have stepped; its groups, with the parameters they have,
     get the saved settings and state. torch's random states are restored where as many processes load as saved; else they stay,

@@ -74,8 +74,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None, stri
         _load_unit(storage, [next((n for n in names if n in present), None) for names in tied], given)
     for buffer, names in contents.buffers:
         if name := next((n for n in names if n in present), None):
-            if world.is_first:
-                buffer.copy_(given[name].detach())
+            with together(world, "load_full_state_dict"):
+                if world.is_first:
+                    buffer.copy_(given[name].detach())
             world.broadcast_from_first(buffer)
     world.buffers_changed(model)
     others = {name: given.get(name) for name in contents.others if name in present}
@@ -101,7 +102,8 @@ def _checked(contents: Contents, state: Any, strict: bool) -> tuple[Mapping[str,
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.device.type != "meta"
+    plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
+    return plain and value.device.type != "meta" and value.layout is torch.strided and not value.is_quantized
 
 
 def _load_unit(storage: FlatStorage, names: list[str | None], given: Mapping[str, Any]) -> None:
@@ -110,10 +112,11 @@ def _load_unit(storage: FlatStorage, names: list[str | None], given: Mapping[str
         return
     flat, world = storage.flat, storage.world
     full = torch.zeros(flat.padded_numel if world.is_first else 0, dtype=flat.dtype, device=world.device)
-    if world.is_first:
-        for whole, name in zip(flat.wholes(full), names):
-            if name is not None:
-                whole.copy_(given[name].detach())
+    with together(world, "load_full_state_dict"):
+        if world.is_first:
+            for whole, name in zip(flat.wholes(full), names):
+                if name is not None:
+                    whole.copy_(given[name].detach())
     part = world.scatter_from_first(flat, full)
     for index, (piece, name) in enumerate(zip(storage.views(part), names)):
         if name is not None:

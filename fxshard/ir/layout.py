@@ -127,6 +127,17 @@ class FlatParameter:
         """The parameters in a full flat buffer (padded,), each of its own shape and stride."""
         return [full.as_strided(p.shape, p.stride, offset) for p, offset in zip(self.parameters, self.offsets)]
 
+    def cut(self, index: int) -> tuple[int, ...]:
+        """How a parameter is cut over the shard group: the same for two of one size whose elements lie on the same ranks.
+
+        F, the first rank, how many elements it holds, and S if a third rank holds some; () for a parameter of none.
+        """
+        numel, (first, start) = self.parameters[index].numel, divmod(self.offsets[index], self.shard_numel or 1)
+        if numel == 0:
+            return ()
+        held = min(numel, self.shard_numel - start)
+        return (self.F, first, held) if numel - held <= self.shard_numel else (self.F, first, held, self.shard_numel)
+
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What `rank` of the shard group holds of each parameter, in order; a piece may be empty."""
         begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel

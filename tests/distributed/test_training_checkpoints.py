@@ -224,6 +224,15 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "without", *trained(2, 0))
 
 
+def test_a_forward_from_before_a_load_has_no_backward(tmp_path: Path) -> None:
+    model, optimizer = trained(2, 1)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    loss = model(*batch(1, 0))
+    checkpoint.load(tmp_path, model, optimizer)
+    with pytest.raises(RuntimeError, match="parameters changed between forward and backward"):
+        loss.backward()
+
+
 def draws(folder: str) -> tuple[list[float], list[float]]:
     """What this rank draws after a save, and after a load of it."""
     model, _ = trained(None, 0)

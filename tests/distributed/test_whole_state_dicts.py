@@ -72,6 +72,27 @@ def test_a_part_loads_and_the_rest_stays(ranks: Ranks) -> None:
         assert others
 
 
+def loads_sparse() -> str:
+    model, _ = sharded(None)
+    before = {name: whole(p) for name, p in model.named_parameters()}
+    state = checkpoint.full_state_dict(model)
+    name = next(n for n, v in state.items() if v.dim() == 2) if state else ""
+    try:
+        checkpoint.load_full_state_dict(
+            model, {n: v.to_sparse() if n == name else v + 1 for n, v in state.items()} or None
+        )
+    except (TypeError, RuntimeError) as error:
+        assert unlike(before, {name: whole(p) for name, p in model.named_parameters()}) == []
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_a_sparse_tensor_is_refused_on_every_rank(ranks: Ranks) -> None:
+    first, second = ranks.run(2, loads_sparse)
+    assert first.startswith("TypeError: load_full_state_dict takes plain tensors")
+    assert second.startswith("RuntimeError: load_full_state_dict failed on 1 of 2 ranks\nrank 0: TypeError")
+
+
 def loads_the_wrong_one() -> None:
     model, _ = sharded(None)
     state = {n: v for n, v in built().state_dict().items() if n not in ("first.bias", "norm.running_mean")}
