@@ -169,6 +169,33 @@ def _check_placement(model: nn.Module, init: InitFunction | None) -> None:
             f"parameters have tensor hooks ({', '.join(hooked[:4])}): sharded gradients do not pass through autograd. "
             "Remove them; register_post_accumulate_grad_hook sees the reduced gradient"
         )
+    if shared := _shared_memory(model):
+        raise ValueError(
+            f"'{shared[0]}' and '{shared[1]}' are different tensors in the same memory: a shard is memory of its own, and they "
+            "would part with the first step. Tie them as one parameter (b.weight = a.weight), or clone one"
+        )
+
+
+def _shared_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Names of a parameter and of another parameter, or of a buffer beside one that trains, with elements in common."""
+    spans: dict[int, list[tuple[int, int, bool, bool, str]]] = {}
+    parameters = {name: p.requires_grad for name, p in model.named_parameters()}
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        span = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1 if t.layout is torch.strided else 0
+        if type(t) not in (Tensor, nn.Parameter, nn.Buffer) or deferred.has_no_memory(t) or not 0 < span == t.numel():
+            continue  # of tensors with holes the spans say nothing
+        start = t.data_ptr()
+        found = (start, start + span * t.itemsize, name not in parameters, parameters.get(name, False), name)
+        spans.setdefault(t.untyped_storage().data_ptr(), []).append(found)
+    for held in spans.values():
+        held.sort()
+        for i, (_, end, is_buffer, trains, name) in enumerate(held):
+            for start, _, other_is_buffer, other_trains, other in held[i + 1 :]:
+                if start >= end:
+                    break
+                if not (is_buffer or other_is_buffer) or trains or other_trains:
+                    return name, other
+    return None
 
 
 def _placed(model: nn.Module) -> torch.device | None:

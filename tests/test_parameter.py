@@ -478,3 +478,34 @@ def test_float64_and_half_parameters():
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         plain, sharded = pair(lambda dtype=dtype: Framed().to(dtype), 3)
         train_both(plain, sharded, [x.to(dtype) for x in batches(3)])
+
+
+@pytest.mark.parametrize("other", ["parameter", "buffer", "part"])
+def test_memory_that_two_tensors_share_is_refused_by_name(other: str):
+    """The shards of both would be memory of their own, and part with the first step."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    if other == "parameter":
+        model[1].weight.data = model[0].weight.data
+    elif other == "buffer":
+        model.register_buffer("seen", model[0].weight.data)
+    else:
+        model[1].bias = nn.Parameter(model[0].weight.data[1])
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' and '(1\.weight|seen|1\.bias)' are different tensors in the same"
+    ):
+        fxshard.compile(model, F=2, units="none")
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_parameters_that_are_parts_of_one_tensor_are_taken():
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.randn(2 * WIDTH)
+            self.a, self.b = (nn.Parameter(part) for part in both.chunk(2))
+            self.register_buffer("none", torch.zeros(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.a + self.b
+
+    train_both(*pair(Parts, 2, units="none"), batches(2))
