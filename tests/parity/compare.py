@@ -29,8 +29,11 @@ class Difference:
 
 
 def differences(expected: Sequence[Record], got: Sequence[Record]) -> dict[str, Difference]:
-    """By kind. Losses, buffers and random states are compared for the ranks that `got` has."""
+    """By kind. Losses, buffers and random states are compared for the ranks that `got` has.
+
+    Bits are compared, so runs that are both not a number would be alike: the losses expected are numbers."""
     assert len(expected) == len(got)
+    assert all(bool(loss.isfinite().all()) for record in expected for loss in record.losses.values())
     found: dict[str, Difference] = {}
     for step, (a, b) in enumerate(zip(expected, got)):
         for kind, name, x, y in _pairs(a, b):
