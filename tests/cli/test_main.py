@@ -76,7 +76,14 @@ def test_the_console_script_is_the_same_command(tmp_path):
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {"fxshard": "fxshard.cli:main"}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["show", "tests.cli.models:chain", "--F", "2", "--format", "svg"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["passes"], marks=pytest.mark.full),
+        ["--help"],
+        ["show", "tests.cli.models:chain", "--F", "2", "--format", "svg"],
+    ],
+)
 def test_a_closed_pipe_is_quiet(words):
     reader, writer = os.pipe()
     os.close(reader)
