@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +26,8 @@ from torch import nn
 
 import fxshard
 from benchmarks.machine import describe
-from benchmarks.network import bytes_sent, hosts
+from benchmarks.network import bytes_sent
+from benchmarks.ranks import is_rank, join, launch
 from examples.models import GPT, GPTConfig
 from examples.passes import after
 from examples.passes.keep_best_resident import KeepBestResident
@@ -88,10 +86,7 @@ class Measured:
 # -- what each rank runs
 
 
-def rank_main(rank: int, address: str, port: int, rounds: int, out: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore(address, port, W, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=W)
+def rank_main(rank: int, rounds: int, out: str) -> None:
     tokens = torch.randint(CONFIG.vocabulary, (BATCH, CONFIG.length), generator=torch.Generator().manual_seed(rank))
     inputs = {"tokens": tokens, "targets": tokens}
     rates = measured_rates(inputs)
@@ -115,8 +110,6 @@ def rank_main(rank: int, address: str, port: int, rounds: int, out: str) -> None
     if rank == 0:
         report = {name: summary(name, models, seen, rates) for name in VARIANTS}
         Path(out).write_text(json.dumps({"rates": rates, "variants": report}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def build() -> nn.Module:
@@ -189,29 +182,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", help="limit links to this rate, as tc takes it (1gbit); default: loopback")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        rank_main(arguments.rank, arguments.address, arguments.port, arguments.rounds, arguments.out)
+    if is_rank():
+        with join() as rank:
+            rank_main(rank, arguments.rounds, arguments.out)
         return
     RESULTS.mkdir(exist_ok=True)
     out = RESULTS / f"example_passes{'_' + arguments.rate if arguments.rate else ''}.json"
-    with hosts(W, arguments.rate) as places:
-        again = [sys.executable, "-m", "benchmarks.example_passes", "--address", places[0].address]
-        again += ["--port", str(free_port()), "--out", str(out)]
-        processes = [
-            subprocess.Popen(
-                [*place.command, *again, "--rank", str(rank), "--rounds", str(arguments.rounds)],
-                env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **place.environment},
-            )
-            for rank, place in enumerate(places)
-        ]
-        failed = ended(processes)
-    if failed:
-        raise SystemExit(f"ranks {failed} failed")
+    launch("benchmarks.example_passes", ["--out", str(out), *sys.argv[1:]], num_hosts=W, rate=arguments.rate)
     result = {
         "machine": describe(),
         "command": " ".join(["python", "-m", "benchmarks.example_passes", *sys.argv[1:]]),
@@ -224,26 +203,6 @@ def main() -> None:
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result["variants"]))
     print(f"written to {out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out}")
-
-
-def ended(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all; after a first failure the others, which may wait for that rank, are killed. Who failed by then."""
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed or None not in codes:
-                return failed
-            time.sleep(0.2)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def table(variants: dict[str, Any]) -> str:
