@@ -47,16 +47,25 @@ class Exchange(Pending):
             self._finish = None
 
 
-class InThread(Pending):
-    """A collective of two rounds, carried on by a helper thread."""
+class TwoRounds(Pending):
+    """A collective whose second round is posted by a helper thread, which gives what is then under way."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_posted",)
 
-    def __init__(self, future: Future[None]):
-        self._future = future
+    def __init__(self, posted: Future[list[dist.Work]]):
+        self._posted = posted
 
     def wait(self) -> None:
-        self._future.result()
+        for work in self._posted.result():
+            work.wait()
+
+
+class Helpers:
+    """Threads that carry AllReduces on, one for each round."""
+
+    def __init__(self) -> None:
+        self.first = ThreadPoolExecutor(1, thread_name_prefix="fxshard-replicate")
+        self.second = ThreadPoolExecutor(1, thread_name_prefix="fxshard-replicate")
 
 
 class DirectGroup:
@@ -72,10 +81,22 @@ class DirectGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-        """Start one exchange: (peer index, bytes) to send and places to receive into."""
+    def _next(self) -> int:
+        """The number of the next exchange."""
         tag = self._number
         self._number = (tag + 1) % _TAGS
+        return tag
+
+    def post(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        tag: int | None = None,
+    ) -> list[dist.Work]:
+        """Start the next exchange, or a part of exchange `tag`: places to receive into, then (peer index, bytes) to send.
+        What is under way is in this order."""
+        if tag is None:
+            tag = self._next()
         works: list[dist.Work] = []
         for peer, place in receives:
             works.append(dist.irecv(place, self.ranks[peer], group=self.group, tag=tag))  # type: ignore[arg-type]
@@ -139,12 +160,17 @@ class DirectGroup:
         return lambda: Exchange(self.post(sends, receives), finish)
 
     def bind_all_reduce(
-        self, value: Tensor, staging: Tensor, helper: ThreadPoolExecutor, before: Callable[[], object] | None = None
+        self,
+        value: Tensor,
+        staging: Tensor,
+        helpers: Helpers,
+        before: Callable[[], object] | None = None,
     ) -> Callable[[Pending | None], Pending]:
         """value (n,) -> its sum over the group, in place: each rank sums one part of it and sends the part back to all.
 
-        staging: ((size - 1) * ceil(n / size),) of value's dtype. The two rounds run in `helper`, so that the second one
-        does not wait for the compute thread; `previous` is waited for there first, and then `before` is called.
+        staging: ((size - 1) * ceil(n / size),) of value's dtype. The first round is posted at once, or in `helpers.first` if
+        `previous` is to be waited for and then `before` called; the second in `helpers.second`, when its sum is there. So
+        the first round of the next AllReduce does not wait for the second of this one, nor either for the compute thread.
         """
         bounds = self._parts(value.numel())
         parts = [value[a:b] for a, b in bounds]
@@ -154,19 +180,34 @@ class DirectGroup:
         out_sends = [(p, raw(parts[p])) for p in self.peers if parts[p].numel()]
         out_receives = [(p, raw(places[p])) for p in reversed(self.peers)] if mine.numel() else []
         back_sends = [(p, raw(mine)) for p in self.peers] if mine.numel() else []
+        # A part comes back only after its peer has had all of what it is made of: it may be received over what is being sent.
         back_receives = [(p, raw(parts[p])) for p in reversed(self.peers) if parts[p].numel()]
 
-        def run(previous: Pending | None) -> None:
+        def first(previous: Pending | None, out: int, back: int) -> tuple[list[dist.Work], list[dist.Work]]:
+            """What the sum waits for, and the rest that is under way."""
             if previous is not None:
                 previous.wait()
             if before is not None:
                 before()
-            Exchange(self.post(out_sends, out_receives)).wait()
+            later = self.post([], back_receives, back)
+            works = self.post(out_sends, out_receives, out)
+            return works[: len(out_receives)], works[len(out_receives) :] + later
+
+        def second(received: list[dist.Work], later: list[dist.Work], back: int) -> list[dist.Work]:
+            for work in received:
+                work.wait()
             if mine.numel():
                 chunk_sum(ordered, mine)
-            Exchange(self.post(back_sends, back_receives)).wait()
+            return later + self.post(back_sends, [], back)
 
-        return lambda previous: InThread(helper.submit(run, previous))
+        def issue(previous: Pending | None) -> Pending:
+            out, back = self._next(), self._next()
+            if previous is None and before is None:
+                return TwoRounds(helpers.second.submit(second, *first(None, out, back), back))
+            started = helpers.first.submit(first, previous, out, back)
+            return TwoRounds(helpers.second.submit(lambda: second(*started.result(), back)))
+
+        return issue
 
     def _parts(self, numel: int) -> list[tuple[int, int]]:
         step = -(-numel // self.size)

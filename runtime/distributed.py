@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard.capture import torch_private
 from fxshard.ir import FlatParameter
 from fxshard.options import check_factor
-from fxshard.runtime.direct import DirectGroup, raw
+from fxshard.runtime.direct import DirectGroup, Helpers, raw
 from fxshard.runtime.world import DONE, Issue, Pending, World
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
@@ -183,7 +182,7 @@ class GlooWorld(DistributedWorld):
         super().__init__(F, torch.device("cpu"), mesh)
         self.shard_exchange = DirectGroup(self.shard_ranks, self.shard_group, self.shard_rank)
         self.replica_exchange = DirectGroup(self.replica_ranks, self.replica_group, self.replica_rank)
-        self.helper = ThreadPoolExecutor(1, thread_name_prefix="fxshard-replicate")
+        self.helpers = Helpers()
 
     def _scatter(self, part: Tensor, chunks: list[Tensor] | None) -> None:
         # As in `gather_to_first`: a thread of gloo's would hold what is scattered until the next unit is made.
@@ -221,7 +220,7 @@ class GlooWorld(DistributedWorld):
     ) -> Issue:
         assert staging is not None
         add = None if kept is None else lambda: value.add_(kept()[0])
-        return self.replica_exchange.bind_all_reduce(value, staging, self.helper, add)
+        return self.replica_exchange.bind_all_reduce(value, staging, self.helpers, add)
 
 
 class NcclWorld(DistributedWorld):
