@@ -9,6 +9,7 @@ Shapes: outside `shape` and `stride` of the user's parameter; inside `local` (le
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -275,8 +276,8 @@ class ShardedParameter(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
-        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedParameter)]
+        name = _name(func)
+        leaves = [x for x in _flat(args, kwargs) if isinstance(x, ShardedParameter)]
         first = leaves[0]
         if isinstance(first.local, FakeTensor) and func not in KEEPS_IDENTITY:
             # Being traced: only shapes matter, and what the model sees is the whole parameter.
@@ -294,6 +295,17 @@ class ShardedParameter(torch.Tensor):
         if func in _SAME_PIECE or torch.Tag.pointwise in func.tags:
             return _on_pieces(func, name, first, args, kwargs)
         _refuse(first, func)
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    """Of an operator: `add_`, whatever its overload."""
+    return str(func._schema.name.split("::")[1])
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of an operator, lists taken apart. No list of an operator's holds lists."""
+    return [x for a in (*args, *kwargs.values()) for x in (a if isinstance(a, (list, tuple)) else (a,))]
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -369,9 +381,7 @@ def _on_pieces(func: Any, name: str, first: ShardedParameter, args: tuple[Any, .
 def _on_lists(
     func: Any, name: str, leaves: list[ShardedParameter], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    plain = [
-        x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, ShardedParameter)
-    ]
+    plain = [x for x in _flat(args, kwargs) if isinstance(x, Tensor) and not isinstance(x, ShardedParameter)]
     if name in _REDUCING or any(x.numel() != 1 for x in plain):
         _refuse(leaves[0], f"{func}{'' if name in _REDUCING else ' together with plain tensors'}")
     lists = [a for a in args if isinstance(a, (list, tuple)) and len(a) == len(args[0])]
@@ -379,7 +389,7 @@ def _on_lists(
         members = [x for x in column if isinstance(x, ShardedParameter)]
         for other in members[1:]:
             _check_together(func, members[0], other)
-    out = func(*pytree.tree_map(_local, args), **pytree.tree_map(_local, kwargs))
+    out = func(*map(_local_of_each, args), **{key: _local_of_each(value) for key, value in kwargs.items()})
     _changed(_written(func, args, kwargs))
     if not func._schema.returns:
         return None
@@ -400,6 +410,10 @@ def _unscale(gradients: list[ShardedParameter], everything: list[Tensor], found_
 
 def _local(x: Any) -> Any:
     return x.local if isinstance(x, ShardedParameter) else x
+
+
+def _local_of_each(argument: Any) -> Any:
+    return [_local(x) for x in argument] if isinstance(argument, (list, tuple)) else _local(argument)
 
 
 def _combine(partials: Tensor, order: float, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:

@@ -23,7 +23,8 @@ from fxshard.ir import FlatParameter, Phase, Schedule, Slot, ops
 from fxshard.ir.layout import aligned
 from fxshard.ir.nodes import info, takes_kept
 from fxshard.runtime.accumulation import NOTHING_KEPT, Flatten
-from fxshard.runtime.kernels import FlattenPlan, cast_shard, flatten_cast_scale
+from fxshard.runtime.kernels import cast_shard
+from fxshard.runtime.kernels.bound import BoundFlatten
 from fxshard.runtime.world import DONE, Issue, Pending
 
 if TYPE_CHECKING:
@@ -280,19 +281,8 @@ class Binder:
 
     def _flattener(self, node: fx.Node) -> Flatten:
         """What a FLAT or a KEEP of whole gradients does with them: gradients, a flat buffer, whether to add to it."""
-        flat = self._flat(node).flat
-        numels = [p.numel for p in flat.parameters]
-        strides = [p.stride for p in flat.parameters]
-        plan = FlattenPlan(flat.offsets, numels, flat.padded_numel, self.world.device)
         divisor: Any = node.args[4]
-        scale = 1.0 / divisor
-
-        def flatten(gradients: Sequence[Tensor | None], out: Tensor, accumulate: bool) -> None:
-            flatten_cast_scale(
-                gradients, flat.offsets, numels, out, scale, strides=strides, plan=plan, accumulate=accumulate
-            )
-
-        return flatten
+        return BoundFlatten(self._flat(node).flat, 1.0 / divisor, self.world.device)
 
     def _flatten_grads(self, node: fx.Node) -> Callable[..., Any]:
         storage, streams, events = self._flat(node), self.streams, self.events

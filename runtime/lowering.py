@@ -18,7 +18,8 @@ from torch import fx, nn
 
 from fxshard.capture.torch_private import OpOverload
 from fxshard.ir import Phase, ops
-from fxshard.ir.nodes import describe, flatten_nodes, identifier, info
+from fxshard.ir.nodes import describe, identifier, info
+from fxshard.runtime.calls import Simplified, direct, fixed_view
 
 _COUNT = 0
 
@@ -46,8 +47,9 @@ def lower(phase: Phase, root: nn.Module, bound: Mapping[fx.Node, Any]) -> Lowere
     lines: list[str] = []
     arguments: list[str] = []
     last_use: dict[fx.Node, fx.Node] = {}
+    simplified, views = Simplified(phase), dict[fx.Node, torch.Tensor]()
     for node in phase.graph.nodes:
-        for source in node.all_input_nodes:
+        for source in simplified.inputs.get(node, ()):
             last_use[source] = node
     static = {n for n in phase.graph.nodes if n.op == "get_attr" or not _is_variable(n)}
 
@@ -56,7 +58,7 @@ def lower(phase: Phase, root: nn.Module, bound: Mapping[fx.Node, Any]) -> Lowere
 
     def text(value: Any) -> str:
         if isinstance(value, fx.Node):
-            return name_of(value)
+            return name_of(simplified.resolve(value))
         if isinstance(value, (list, tuple)):
             inner = ", ".join(text(v) for v in value)
             if isinstance(value, list):
@@ -75,14 +77,13 @@ def lower(phase: Phase, root: nn.Module, bound: Mapping[fx.Node, Any]) -> Lowere
         return key
 
     def drop(node: fx.Node) -> None:
-        dead = [
-            name_of(s) for s in flatten_nodes((node.args, node.kwargs)) if last_use.get(s) is node and s not in static
-        ]
-        if dead := list(dict.fromkeys(dead)):
+        if dead := [name_of(s) for s in simplified.inputs[node] if last_use.get(s) is node and s not in static]:
             lines.append(f"    del {', '.join(dead)}")
 
     for node in phase.graph.nodes:
-        found = info(node)
+        found, inputs = info(node), simplified.inputs.get(node)
+        if inputs is None:
+            continue  # a view that nothing reads
         if node.op == "placeholder":
             if not _is_variable(node):
                 continue
@@ -93,18 +94,23 @@ def lower(phase: Phase, root: nn.Module, bound: Mapping[fx.Node, Any]) -> Lowere
             lines.append(f"    return {text(list(phase.results))}")
         elif found.kind == "param_view":
             names[name_of(node)] = bound[node]
+            if isinstance(bound[node], torch.Tensor):
+                views[node] = bound[node]
         elif found.kind != "compute":
             key = f"{describe(node).split(' ')[0]}_{name_of(node)}"
             names[key] = bound[node]
             lines.append(f"    {_communication(node, key, text)}")
             drop(node)
+        elif (view := fixed_view(node, simplified.arguments[node], views)) is not None:
+            names[name_of(node)] = views[node] = view
+            static.add(node)
         else:
-            target = f"{name_of(node)} = " if node.users else ""
+            target, arguments_ = f"{name_of(node)} = " if node.users else "", simplified.arguments[node]
             if node.target is operator.getitem:
-                lines.append(f"    {target}{text(node.args[0])}[{text(node.args[1])}]")
+                lines.append(f"    {target}{text(arguments_[0])}[{text(arguments_[1])}]")
             else:
-                call = ", ".join([text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()])
-                lines.append(f"    {target}{name_of_target(node, names)}({call})")
+                call = ", ".join([text(a) for a in arguments_] + [f"{k}={text(v)}" for k, v in node.kwargs.items()])
+                lines.append(f"    {target}{name_of_target(node, direct(node, arguments_), names)}({call})")
             drop(node)
     unused = [name_of(n) for n in phase.graph.find_nodes(op="placeholder") if n not in last_use and n not in static]
     head = [f"def {phase.name}(arguments):"]
@@ -147,15 +153,14 @@ def _communication(node: fx.Node, key: str, text: Callable[[Any], str]) -> str:
     return f"{key}()"
 
 
-def name_of_target(node: fx.Node, names: dict[str, Any]) -> str:
-    """A short global name for an operator: `aten_mm_default`."""
+def name_of_target(node: fx.Node, function: Callable[..., Any], names: dict[str, Any]) -> str:
+    """A short global name for what is called for an operator: `aten_mm_default`."""
     target = node.target
-    assert callable(target)
     overload = isinstance(target, OpOverload)
     key = identifier(str(target) if overload else f"call_{getattr(target, '__name__', 'function')}")
-    if names.get(key, target) is not target:
+    if names.get(key, function) is not function:
         key = f"{key}_{len(names)}"
-    names[key] = target
+    names[key] = function
     return key
 
 

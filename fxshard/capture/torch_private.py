@@ -39,10 +39,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CAPTURE_FAILURES",
+    "GENERATED",
     "NEEDS_VALUES",
     "BatchNorm",
     "FailOnRecompileLimitHit",
@@ -72,6 +74,7 @@ __all__ = [
     "storage_uses",
     "surviving_outputs",
     "tensor_uses",
+    "what_dispatches",
     "while_capturing",
     "will_run",
     "without_default_device",
@@ -400,3 +403,30 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, negated when it is read."""
     return torch._neg_view(tensor)
+
+
+GENERATED = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+"""Where torch keeps what it generates from operators: functions, those of torch.nn.functional, methods of tensors."""
+
+
+class _Dispatched(TorchDispatchMode):
+    """Notes what is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def what_dispatches(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any] | None:
+    """The operators, with their arguments, that a call with tensors on the meta device dispatches below autograd; None where
+    it cannot be called so."""
+    with torch._C._AutoDispatchBelowAutograd(), _Dispatched() as mode:
+        try:
+            function(*args, **kwargs)
+        except (TypeError, RuntimeError):
+            return None
+    return mode.calls
