@@ -30,11 +30,12 @@ class InsertFrees(Pass):
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         for phase in schedule.phases:
-            for flat_name in phase.flats_in_use_order():
-                full = phase.full(flat_name)
-                if full is None or info(full).kind == "shard":
-                    continue
-                last = max(storage_users(full))
-                with phase.graph.inserting_after(last):
-                    phase.call(ops.free, (full, flat_name), flat=schedule.flats[flat_name], by=self.name)
-                remarks.passed(flat_name, f"freed after {describe(last)} in {phase.name}")
+            with phase.indexed():
+                for flat_name in phase.flats_in_use_order():
+                    full = phase.full(flat_name)
+                    if full is None or info(full).kind == "shard":
+                        continue
+                    last = max(storage_users(full))
+                    with phase.graph.inserting_after(last):
+                        phase.call(ops.free, (full, flat_name), flat=schedule.flats[flat_name], by=self.name)
+                    remarks.passed(flat_name, f"freed after {describe(last)} in {phase.name}")

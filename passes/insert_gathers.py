@@ -30,32 +30,33 @@ class InsertGathers(Pass):
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         for phase in schedule.phases:
-            for flat_name in _first_used(phase):
+            parameters = _parameters(phase)
+            for flat_name in _first_used(parameters):
                 flat = schedule.flats[flat_name]
-                _insert(schedule, phase, flat, self.name)
+                _insert(schedule, phase, flat, parameters[flat_name], self.name)
                 remarks.passed(
                     flat_name, f"gathered before its first use in {phase.name}" if flat.F > 1 else "held whole"
                 )
 
 
-def _parameters(phase: Phase, flat: str | None = None) -> list[fx.Node]:
-    return [n for n in phase.nodes("parameter", flat) if n.users]
+def _parameters(phase: Phase) -> dict[str, list[fx.Node]]:
+    """The parameters by FlatParameter."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in phase.nodes("parameter"):
+        found.setdefault(info(node).flat or "", []).append(node)
+    return found
 
 
-def _first_used(phase: Phase) -> list[str]:
+def _first_used(parameters: dict[str, list[fx.Node]]) -> list[str]:
     """FlatParameters by the first operator that reads one of their parameters."""
-    first: dict[str, fx.Node] = {}
-    for node in _parameters(phase):
-        flat, use = info(node).flat, min(node.users)
-        assert flat is not None
-        if flat not in first or use < first[flat]:
-            first[flat] = use
+    uses = {flat: [use for node in nodes for use in node.users] for flat, nodes in parameters.items()}
+    first = {flat: min(users) for flat, users in uses.items() if users}
     return sorted(first, key=lambda flat: first[flat])
 
 
-def _insert(schedule: Schedule, phase: Phase, flat: FlatParameter, by: str) -> None:
+def _insert(schedule: Schedule, phase: Phase, flat: FlatParameter, parameters: list[fx.Node], by: str) -> None:
     graph = phase.graph
-    holders = _parameters(phase, flat.name)
+    holders = [node for node in parameters if node.users]
     use = min(user for node in holders for user in node.users)
     body = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(body):
@@ -84,7 +85,7 @@ def _insert(schedule: Schedule, phase: Phase, flat: FlatParameter, by: str) -> N
             )
             view.meta["val"] = node.meta.get("val")
             node.replace_all_uses_with(view)
-    for node in phase.nodes("parameter", flat.name):
+    for node in parameters:
         if phase.name == "backward":
             graph.erase_node(node)
         else:

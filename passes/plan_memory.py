@@ -53,7 +53,7 @@ class PlanMemory(Pass):
         memory.arena_bytes = memory.host_bytes = memory.peak_gathered_bytes = memory.peak_gradient_bytes = 0
         memory.resident_bytes = sum(schedule.flats[flat].full_bytes for flat in schedule.resident)
         for phase in schedule.phases:
-            with phase.frozen():
+            with phase.indexed():
                 buffers = _lives(schedule, phase)
             memory.arena_bytes = max(memory.arena_bytes, _colour([b for b in buffers if not _is_on_host(b.node)]))
             memory.host_bytes = max(memory.host_bytes, _colour([b for b in buffers if _is_on_host(b.node)]))
@@ -159,36 +159,52 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
 
 
 def _colour(buffers: list[_Buffer]) -> int:
-    """First fit in order of start; returns the bytes used. Stamps the slots."""
-    placed: list[_Buffer] = []
+    """First fit in order of start; returns the bytes used. Stamps the slots.
+
+    `ended` says of every byte which of the buffers that had it and ended did so last, as intervals that do not overlap.
+    """
+    alive: list[_Buffer] = []
+    ended: list[tuple[int, int, _Buffer]] = []
     total = 0
     for buffer in sorted(buffers, key=lambda b: (b.start_position, -b.num_bytes)):
-        alive = sorted(
-            (b for b in placed if b.end_position >= buffer.start_position and b.start_position <= buffer.end_position),
-            key=lambda b: b.offset,
-        )
+        gone = sorted((b for b in alive if b.end_position < buffer.start_position), key=lambda b: b.end_position)
+        for other in gone:
+            ended = _covered(ended, other)
+        alive = sorted((b for b in alive if b.end_position >= buffer.start_position), key=lambda b: b.offset)
         offset = 0
         for other in alive:
             if offset + buffer.num_bytes <= other.offset:
                 break
             offset = max(offset, other.offset + other.num_bytes)
         buffer.offset = offset
-        before = [
-            b for b in placed
-            if b not in alive and b.offset < offset + buffer.num_bytes and offset < b.offset + b.num_bytes
-        ]  # fmt: skip
+        before = [b for start, stop, b in ended if start < offset + buffer.num_bytes and offset < stop]
         latest = max(before, key=lambda b: b.end_position, default=None)
         after = (latest.end.name,) if latest is not None else ()
         buffer.node.meta["slot"] = Slot(offset, buffer.num_bytes, after)
-        placed.append(buffer)
+        alive.append(buffer)
         total = max(total, offset + buffer.num_bytes)
     return total
 
 
+def _covered(intervals: list[tuple[int, int, _Buffer]], buffer: _Buffer) -> list[tuple[int, int, _Buffer]]:
+    """The intervals with those bytes that a buffer had given to it."""
+    begin, end = buffer.offset, buffer.offset + buffer.num_bytes
+    rest = [
+        piece
+        for start, stop, owner in intervals
+        for piece in ((start, min(stop, begin), owner), (max(start, end), stop, owner))
+        if piece[0] < piece[1]
+    ]
+    return [*rest, (begin, end, buffer)]
+
+
 def _peak(buffers: list[_Buffer]) -> int:
     """Most bytes alive at once; a buffer is alive from its node up to and including its end."""
-    peak = 0
-    for buffer in buffers:
-        here = buffer.start_position
-        peak = max(peak, sum(b.num_bytes for b in buffers if b.start_position <= here <= b.end_position))
+    alive = peak = 0
+    changes = [(b.start_position, 0, b.num_bytes) for b in buffers] + [
+        (b.end_position, 1, -b.num_bytes) for b in buffers
+    ]
+    for _, _, num_bytes in sorted(changes):
+        alive += num_bytes
+        peak = max(peak, alive)
     return peak

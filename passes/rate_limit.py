@@ -16,7 +16,7 @@ A limit below what the graph needs at once (an operator that reads two units) is
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -47,11 +47,12 @@ class RateLimit(Pass):
 
     def apply(self, schedule: Schedule, remarks: Remarks) -> None:
         for phase in schedule.phases:
-            self._limit_gathers(schedule, phase, remarks)
-            if self.limit is not None or self.limit_bytes is not None:
-                self._throttle(schedule, phase)
-            if self.limit is not None:
-                self._limit_gradients(phase, remarks)
+            with phase.indexed():
+                self._limit_gathers(schedule, phase, remarks)
+                if self.limit is not None or self.limit_bytes is not None:
+                    self._throttle(schedule, phase)
+                if self.limit is not None:
+                    self._limit_gradients(phase, remarks)
         schedule.rate_limit, schedule.rate_limit_bytes = self.limit, self.limit_bytes
 
     def _limit_gathers(self, schedule: Schedule, phase: Phase, remarks: Remarks) -> None:
@@ -61,7 +62,7 @@ class RateLimit(Pass):
         for node in list(phase.graph.nodes):
             kind, flat = info(node).kind, info(node).flat or ""
             if kind == "all_gather" and (brought := counted(schedule, node)):
-                if not held_back and self._fits(schedule, alive, (), brought):
+                if not held_back and self._fits(schedule, alive, brought):
                     alive.update(brought)
                 else:
                     held_back.append(node)
@@ -69,7 +70,7 @@ class RateLimit(Pass):
                 while node.args[0] in held_back:
                     gather = held_back.popleft()
                     brought = counted(schedule, gather)
-                    if not self._fits(schedule, alive, (), brought):
+                    if not self._fits(schedule, alive, brought):
                         self._refuse(schedule, phase, alive, brought)
                     phase.move_before(gather, node, self.name)
                     alive.update(brought)
@@ -77,7 +78,7 @@ class RateLimit(Pass):
             elif kind == "free" and flat in alive:
                 del alive[flat]
                 after = node
-                while held_back and self._fits(schedule, alive, (), counted(schedule, held_back[0])):
+                while held_back and self._fits(schedule, alive, counted(schedule, held_back[0])):
                     gather = held_back.popleft()
                     phase.move_before(gather, after.next, self.name)
                     alive.update(counted(schedule, gather))
@@ -110,7 +111,7 @@ class RateLimit(Pass):
             if kind == "free" and flat in issued:
                 frees.append(node)
             elif kind == "all_gather" and (brought := counted(schedule, node)):
-                freed = next(k for k in range(len(frees) + 1) if self._fits(schedule, issued, frees[:k], brought))
+                freed = self._first_fit(schedule, issued, frees, brought)
                 issued.update(brought)
                 if freed:
                     self._throttle_one(schedule, phase, node, frees[freed - 1])
@@ -123,14 +124,31 @@ class RateLimit(Pass):
         with phase.graph.inserting_before(gather):
             phase.call(ops.throttle, (free, gather.args[1]), flat=flats, by=self.name)
 
-    def _fits(
+    def _fits(self, schedule: Schedule, there: dict[str, int], brought: dict[str, int]) -> bool:
+        """Whether what an AG brings is within both bounds beside what is there already."""
+        alive = there | brought
+        return self._within(len(units_of(schedule, alive)), sum(alive.values()))
+
+    def _within(self, num_units: int, num_bytes: int) -> bool:
+        fits = self.limit is None or num_units <= self.limit
+        return fits and (self.limit_bytes is None or num_bytes <= self.limit_bytes)
+
+    def _first_fit(
         self, schedule: Schedule, issued: dict[str, int], frees: Sequence[fx.Node], brought: dict[str, int]
-    ) -> bool:
-        """Whether what an AG brings is within both bounds, `issued` minus `frees` being there already."""
-        gone = {info(free).flat for free in frees}
-        alive = {flat: size for flat, size in issued.items() if flat not in gone} | brought
-        within = self.limit is None or len(units_of(schedule, alive)) <= self.limit
-        return within and (self.limit_bytes is None or sum(alive.values()) <= self.limit_bytes)
+    ) -> int:
+        """After how many of `frees`, of what was issued, an AG is within both bounds."""
+        alive = issued | brought
+        units, num_bytes = Counter(schedule.flats[flat].unit for flat in alive), sum(alive.values())
+        for k, free in enumerate(frees):
+            if self._within(len(units), num_bytes):
+                return k
+            flat = info(free).flat or ""
+            if flat in alive and flat not in brought:
+                num_bytes -= alive.pop(flat)
+                units[schedule.flats[flat].unit] -= 1
+                units += Counter()  # without those of which nothing is left
+        assert self._within(len(units), num_bytes), "the issue order is within the bound"
+        return len(frees)
 
     def _limit_gradients(self, phase: Phase, remarks: Remarks) -> None:
         """Before gradient buffer k is filled, the reduce of buffer k - limit has ended and reached `.grad`."""

@@ -152,7 +152,7 @@ def communication_graph(schedule: Schedule) -> Graph:
     full: dict[str, int] = {}
     last: dict[str, int] = {}
     for phase in schedule.phases:
-        with phase.frozen():
+        with phase.indexed():
             _PhaseGraph(phase, graph, full, last)
     return graph
 

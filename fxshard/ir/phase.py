@@ -32,6 +32,8 @@ class Phase:
         self.schedule: Schedule | None = None
         """The schedule it belongs to: its limits bound the moves."""
         self._index: dict[tuple[str | None, str | None], list[fx.Node]] | None = None
+        self._in_order = True
+        """Whether the lists of the index still are in issue order."""
 
     # -- queries
 
@@ -40,7 +42,8 @@ class Phase:
         if kind is not None and kind not in ops.NODE_KINDS:
             raise ValueError(f"kind={kind!r}: allowed are {', '.join(ops.NODE_KINDS)}")
         if self._index is not None:
-            return list(self._index.get((kind, flat), ()))
+            found = [n for n in self._index.get((kind, flat), ()) if not n._erased]
+            return found if self._in_order else sorted(found)
         return [
             n
             for n in self.graph.nodes
@@ -48,18 +51,24 @@ class Phase:
         ]
 
     @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        """For code that only reads: inside, `nodes` is a look-up instead of a walk over the graph."""
+    def indexed(self) -> Iterator[None]:
+        """Inside, `nodes` is a look-up instead of a walk over the graph. For code that changes the graph by `call`, moves
+        and erasing nodes only, and the kind and FlatParameter of no node."""
         index: dict[tuple[str | None, str | None], list[fx.Node]] = {}
+        self._index, self._in_order = index, True
         for node in self.graph.nodes:
-            kind, flats = info(node).kind, (None, *info(node).flats)
-            for key in dict.fromkeys((k, f) for k in (None, kind) for f in flats):
-                index.setdefault(key, []).append(node)
-        self._index = index
+            self._enter(node)
         try:
             yield
         finally:
             self._index = None
+
+    def _enter(self, node: fx.Node) -> None:
+        """Put a node into the index."""
+        assert self._index is not None
+        kind, flats = info(node).kind, (None, *info(node).flats)
+        for key in dict.fromkeys((k, f) for k in (None, kind) for f in flats):
+            self._index.setdefault(key, []).append(node)
 
     def one(self, kind: str, flat: str) -> fx.Node | None:
         """The only node of this kind and FlatParameter, or None."""
@@ -147,11 +156,12 @@ class Phase:
 
     def flats_in_use_order(self) -> list[str]:
         """FlatParameters this phase reads, by their first use."""
-        flats = dict.fromkeys(
-            info(v).flat for v in self.nodes("param_view")
-        )  # in order: ties must not depend on hashes
-        firsts = {flat: self.first_use(flat) for flat in flats if flat}
-        return [flat for flat, _ in sorted(((f, n) for f, n in firsts.items() if n is not None), key=lambda p: p[1])]
+        firsts: dict[str, fx.Node] = {}  # in order: ties must not depend on hashes
+        for view in self.nodes("param_view"):
+            flat, uses = info(view).flat or "", [u for u in view.users if info(u).kind == "compute"]
+            if flat and uses:
+                firsts[flat] = min(uses) if flat not in firsts else min(firsts[flat], *uses)
+        return sorted(firsts, key=lambda flat: firsts[flat])
 
     def blocker(self, node: fx.Node, anchor: fx.Node) -> fx.Node | None:
         """What stops `node` from standing right before `anchor`; None when the move is legal.
@@ -237,6 +247,7 @@ class Phase:
         back = [(member, member.next) for member in reversed(group)]
         for member in group:
             anchor.prepend(member)
+        self._in_order = False
         try:
             if (problem := self._exceeds()) is not None:
                 raise ScheduleError(f"{describe(node)} may not move {place}: {problem}")
@@ -353,6 +364,9 @@ class Phase:
         label = name or f"{kind}_{found.label or 'all'}"
         node = self.graph.create_node("call_function", function, args, {}, name=identifier(label))
         node.meta[INFO] = found
+        if self._index is not None:
+            self._enter(node)
+            self._in_order = False
         return node
 
     def copy(self) -> tuple[Phase, dict[fx.Node, fx.Node]]:

@@ -25,7 +25,7 @@ def verify(schedule: Schedule) -> None:
     """Check every rule that applies; raise ScheduleError listing what is broken, the first twenty problems in full."""
     problems: list[tuple[Phase, Rule, fx.Node, str]] = []
     for phase in schedule.phases:
-        with phase.frozen():
+        with phase.indexed():
             found = [(rule, node, text) for rule in applying(schedule) for node, text in rule(schedule, phase)]
         problems += [(phase, *each) for each in dict.fromkeys(found)]
     if problems:

@@ -47,7 +47,7 @@ def test_a_bucket_is_found_by_each_member():
     node = bucket(s)
     assert info(node).flats == ("layers.1", "layers.2") and info(node).unit == "layers.1"
     assert describe(node) == "AG layers.1 + layers.2"
-    with s.forward.frozen():
+    with s.forward.indexed():
         assert s.forward.one("all_gather", "layers.2") is node is s.forward.one("all_gather", "layers.1")
         assert s.forward.nodes(None, "layers.2")[0].name == "shard_layers_2"
         assert not s.forward.nodes("all_gather", "layers.1 + layers.2")
