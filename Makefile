@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 CHECKED := fxshard examples benchmarks
 
-.PHONY: setup demo test test-all lint links style types pictures gpu-check clean
+.PHONY: setup demo test test-all lint links style types pictures bench gpu-check clean
 
 setup: $(READY)
 
@@ -50,6 +50,10 @@ types: $(READY) links
 
 pictures: $(READY)
 	$(BIN)/python -m examples.pictures
+
+# Alone on the machine: about half an hour, and root for links of a limited rate. NAMES: some cases only.
+bench: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.suite $(NAMES)
 
 # On a GPU machine PYTHON has torch and nothing is downloaded; a Python without torch gets the checkout's own .venv.
 gpu-check: links

@@ -77,13 +77,14 @@ def measure(layers: int) -> dict[str, Any]:
 
 
 def growth(rows: list[dict[str, Any]], first: int) -> dict[str, float]:
-    """By part, and of all, the exponent between the first depth of at least `first` layers and the last, or what is below."""
+    """By part, of all and of all but capture, the exponent between the first depth of at least `first` layers and the last, or what is below."""
     low, high = next((row for row in rows if row["layers"] >= first), rows[0]), rows[-1]
     if low is high:
         return {}
     span = math.log(high["layers"] / low["layers"])
     parts = {part: (low["seconds"][part], high["seconds"][part]) for part in PARTS}
     parts["all"] = (sum(low["seconds"].values()), sum(high["seconds"].values()))
+    parts["after capture"] = (parts["all"][0] - parts["capture"][0], parts["all"][1] - parts["capture"][1])
     return {part: math.log(b / a) / span for part, (a, b) in parts.items()}
 
 

@@ -7,7 +7,8 @@ ways, which needs root, ip and tc. Each rank has one thread and holds the model 
 in each round every system takes one step (forward, backward, AdamW), in an order that turns with the round, so that what
 else the machine does falls on all alike. The slowest rank counts. Beside them, of fxshard: `compute`, its step with
 collectives that do nothing, and `communication`, its collectives with nothing between them; overlap efficiency is
-max(compute, communication) / step, and exposed is how long the host waits in each collective.
+max(compute, communication) / step, and exposed is how long the host waits in each collective. What an option of
+`fxshard.compile` brings: `--systems fxshard,fxshard:rate_limit=3+forward_prefetch=2`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.limits import CommunicationAlone, ComputeAlone, Exposed
 from benchmarks.machine import describe
 from benchmarks.network import bytes_sent
 from benchmarks.ranks import is_rank, join, launch
-from benchmarks.systems import SYSTEMS, Setting, Trainer
+from benchmarks.systems import Setting, Trainer, check
 from examples import models
 
 BATCH = {"gpt_512x6": 1, "gpt_768x12": 1, "resnet_small": 8, "encoder_decoder_small": 8, "gpt_demo": 2}
@@ -123,7 +124,7 @@ def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     report: dict[str, Any] = {"ratios": {}}
     if "fxshard" in medians:
-        others = [name for name in medians if name in SYSTEMS and name != "fxshard"]
+        others = [name for name in medians if name not in ("fxshard", "compute", "communication")]
         report["ratios"] = {f"fxshard/{name}": medians["fxshard"] / medians[name] for name in others}
         report["overlap_efficiency"] = max(medians["compute"], medians["communication"]) / medians["fxshard"]
     report["seconds"] = medians
@@ -156,8 +157,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _systems(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in SYSTEMS]:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)} (allowed: {', '.join(SYSTEMS)})")
+    for name in names:
+        try:
+            check(name)
+        except (ValueError, SyntaxError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     return names
 
 
@@ -213,15 +217,16 @@ def table(result: dict[str, Any]) -> str:
         f"on {W['hosts']} hosts, {W['links']}",
         "",
     ]
-    lines += [f"  {name:24} {ratio:6.3f}" for name, ratio in result["ratios"].items()]
+    width = max([24, *map(len, result["ratios"])])
+    lines += [f"  {name:{width}} {ratio:6.3f}" for name, ratio in result["ratios"].items()]
     if "overlap_efficiency" in result:
-        lines.append(f"  {'overlap efficiency':24} {result['overlap_efficiency']:6.3f}")
-    lines += ["", f"  {'ms a step':16} {'median':>8} {'quartiles':>17} {'MiB sent':>9}"]
+        lines.append(f"  {'overlap efficiency':{width}} {result['overlap_efficiency']:6.3f}")
+    width = max([16, *map(len, result["seconds"])])
+    lines += ["", f"  {'ms a step':{width}} {'median':>8} {'quartiles':>17} {'MiB sent':>9}"]
     for name, seconds in result["seconds"].items():
         low, high = result["quartiles"][name]
-        lines.append(
-            f"  {name:16} {1e3 * seconds:8.1f} {1e3 * low:8.1f} {1e3 * high:8.1f} {result['sent_bytes'][name] / 2**20:9.1f}"
-        )
+        sent = result["sent_bytes"][name] / 2**20
+        lines.append(f"  {name:{width}} {1e3 * seconds:8.1f} {1e3 * low:8.1f} {1e3 * high:8.1f} {sent:9.1f}")
     if result["exposed_s"]:
         lines += ["", f"  {'exposed ms':32} {1e3 * sum(result['exposed_s'].values()):8.1f}"]
         lines += [f"  {name:32} {1e3 * seconds:8.1f}" for name, seconds in result["exposed_s"].items()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +48,9 @@ def _units(model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(name) for name in unit_modules(model, "auto")]
 
 
-def _fxshard(model: nn.Module, setting: Setting) -> nn.Module:
+def _fxshard(model: nn.Module, setting: Setting, **options: Any) -> nn.Module:
     precision = fxshard.MixedPrecision(param=BF16, reduce=torch.float32) if setting.bf16 else None
-    return fxshard.compile(model, setting.F, mixed_precision=precision)
+    return fxshard.compile(model, setting.F, mixed_precision=precision, **options)
 
 
 def _fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
@@ -93,7 +95,7 @@ def _plain(model: nn.Module, setting: Setting) -> nn.Module:
     return model
 
 
-SYSTEMS: dict[str, Callable[[nn.Module, Setting], nn.Module]] = {
+SYSTEMS: dict[str, Callable[..., nn.Module]] = {
     "fxshard": _fxshard,
     "fsdp2": _fsdp2,
     "fsdp2-compiled": _fsdp2_compiled,
@@ -103,6 +105,27 @@ SYSTEMS: dict[str, Callable[[nn.Module, Setting], nn.Module]] = {
 }
 """`plain` communicates nothing: the model of one rank, every rank its own."""
 
+
+def build(system: str, model: nn.Module, setting: Setting) -> nn.Module:
+    """A model under a system. Raises ValueError for one that is unknown, or options that are not as `check` says."""
+    name, options = check(system)
+    return SYSTEMS[name](model, setting, **options)
+
+
+def check(system: str) -> tuple[str, dict[str, Any]]:
+    """Name and options: `fxshard:rate_limit=3+forward_prefetch=2` is fxshard with options of `fxshard.compile`."""
+    name, _, text = system.partition(":")
+    if name not in SYSTEMS:
+        raise ValueError(f"unknown {name} (allowed: {', '.join(SYSTEMS)})")
+    options = {}
+    for option in filter(None, text.split("+")):
+        key, _, value = option.partition("=")
+        if name != "fxshard" or key not in {field.name for field in dataclasses.fields(fxshard.Options)}:
+            raise ValueError(f"{system}: {name} has no option {key}")
+        options[key] = ast.literal_eval(value)
+    return name, options
+
+
 SHARDS = ("fxshard", "fsdp2", "fsdp2-compiled", "fsdp1")
 """Those that F means something to."""
 
@@ -110,13 +133,13 @@ SHARDS = ("fxshard", "fsdp2", "fsdp2-compiled", "fsdp1")
 class Trainer:
     """A model under a system, with AdamW: `step` is one training step on this rank's batch."""
 
-    def __init__(self, system: str, build: Callable[[], nn.Module], inputs: dict[str, Tensor], setting: Setting):
+    def __init__(self, system: str, make: Callable[[], nn.Module], inputs: dict[str, Tensor], setting: Setting):
         torch.manual_seed(0)
-        self.model: Any = SYSTEMS[system](build(), setting)
+        self.model: Any = build(system, make(), setting)
         self.inputs = inputs
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         # Those that do not cast parameters compute in bf16 as autocast does.
-        self.autocast = setting.bf16 and system not in SHARDS
+        self.autocast = setting.bf16 and check(system)[0] not in SHARDS
 
     def step(self) -> float:
         """The loss."""
