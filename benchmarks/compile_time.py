@@ -77,7 +77,8 @@ def measure(layers: int) -> dict[str, Any]:
 
 
 def growth(rows: list[dict[str, Any]], first: int) -> dict[str, float]:
-    """By part, of all and of all but capture, the exponent between the first depth of at least `first` layers and the last, or what is below."""
+    """By part, of all and of all but capture, the exponent from the first depth of at least `first` layers (else the least)
+    to the last."""
     low, high = next((row for row in rows if row["layers"] >= first), rows[0]), rows[-1]
     if low is high:
         return {}

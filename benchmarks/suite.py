@@ -115,7 +115,7 @@ def run(names: list[str]) -> None:
             print(f"{name}: left out, links of a limited rate need root, ip and tc", flush=True)
             continue
         print(f"\n== {name}: {case.what}", flush=True)
-        out = RESULTS / f"{name}.json"
+        out = (RESULTS / f"{name}.json").relative_to(ROOT)  # the result says its command
         command = [sys.executable, "-m", f"benchmarks.{case.module}", *case.arguments, "--json", str(out)]
         subprocess.run(command, check=True, cwd=ROOT)
 
@@ -152,7 +152,7 @@ def goals_table(found: dict[str, dict[str, Any]]) -> str:
         value = number(found[goal.case], goal.path)
         met = value >= goal.limit if goal.least else value <= goal.limit
         word = "" if math.isinf(goal.limit) else "met" if met else "**missed**"
-        rows.append(f"| {goal.what} | {_goal(goal)} | {value:.{1 if value >= 5 else 2}f} | {word} |")
+        rows.append(f"| {goal.what} | {_goal(goal)} | {value:.{1 if value >= 5 else 3}f} | {word} |")
     return "\n".join(rows)
 
 
@@ -189,7 +189,8 @@ def steps_table(found: dict[str, dict[str, Any]]) -> str:
         cells += [_ms(result["seconds"]["compute"]), _ms(result["seconds"]["communication"])]
         cells.append(_ms(sum(result["exposed_s"].values())))
         rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    missing = [case.what for name, case in CASES.items() if case.module == "step" and name not in found]
+    return "\n".join(rows) + (f"\n\nNot measured yet: {'; '.join(missing)}." if missing else "")
 
 
 def one_process_table(found: dict[str, dict[str, Any]]) -> str:
