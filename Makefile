@@ -51,7 +51,7 @@ types: $(READY) links
 pictures: $(READY)
 	$(BIN)/python -m examples.pictures
 
-# Alone on the machine: about half an hour, and root for links of a limited rate. NAMES: some cases only.
+# Alone on the machine: an hour or more, and root for links of a limited rate. NAMES: some cases only.
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.suite $(NAMES)
 

@@ -1,6 +1,6 @@
 """All step benchmarks, one after the other, and the page about them.
 
-    python -m benchmarks.suite                   every case, about two minutes each; needs root, ip and tc for limited links
+    python -m benchmarks.suite                   every case, two minutes or more each; needs root, ip and tc for limited links
     python -m benchmarks.suite NAME ...          these; --list names them
     python -m benchmarks.suite --page            only write the tables of docs/benchmarks.md anew from benchmarks/results/suite
 

@@ -42,7 +42,7 @@ class BoundFlatten:
             gradients, self.flat.offsets, self.numels, out, self.scale,
             strides=self.strides, plan=self.plan, accumulate=accumulate,
         )  # fmt: skip
-        if self._on_cpu and not accumulate:
+        if self._on_cpu and not accumulate and out is not self._out:
             self._remember(out)
 
     def _are_in_place(self, gradients: Sequence[Tensor | None]) -> bool:
