@@ -54,10 +54,13 @@ class CommunicationAlone:
     def __init__(self, trainer: Trainer):
         executor, schedule = executor_of(trainer.model), trainer.model.schedule
         executor.reserve(schedule.memory.arena_bytes, schedule.memory.host_bytes)
+        self.storages = list(executor.storages.values())
         self.calls = [call for phase in schedule.phases for call in _calls(Binder(executor, schedule, phase))]
 
     def step(self) -> float:
         pending: dict[fx.Node, Any] = {}
+        for storage in self.storages:
+            storage.land()
         for node, function, sources in self.calls:
             pending[node] = function(*(pending[source] for source in sources))
         return 0.0

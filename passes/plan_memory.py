@@ -10,7 +10,8 @@ Costs    The arena's size, stated in `schedule.memory`.
 Source   FSDP paper, section 3.4 (what the caching allocator does instead); register allocation by linear scan.
 
 Lives: a gathered buffer from AG to FREE; a cast from CAST or LOAD to the WAIT of its gather; a gradient buffer from FLAT to
-the end of its reduce; reduce output and staging from RS to ACC, or to the WAIT of its STORE, which then lives to ACC. The slot
+the end of its reduce; reduce output and staging from RS to ACC, or to the WAIT of its STORE, which then lives to ACC. What
+lands in `.grad` (`Schedule.lands`) has no slot: it lies where it is to stay. The slot
 of a LOAD that casts holds what it makes and, behind that, what came from the host. Residents have memory of their own.
 Phases share the arena: every queue joins the compute queue at the end of a phase. A bucket has one slot, its members in
 order and then the staging of a direct exchange, up to the last of their FREEs.
@@ -88,10 +89,10 @@ def unshard_bytes(schedule: Schedule, node: fx.Node) -> tuple[int, int]:
 
 
 def reduce_bytes(schedule: Schedule, flat: FlatParameter) -> tuple[int, int]:
-    """Bytes of a ReduceScatter's output (held * S,) and of its staging: the chunks of the other ranks."""
+    """Bytes of a ReduceScatter's output (held * S,), unless it lands in `.grad`, and of its staging."""
     output = schedule.held_shards * flat.shard_numel * schedule.reduced_dtype(flat).itemsize
-    staging = (flat.F - 1) * flat.shard_numel * flat.reduce_dtype.itemsize if schedule.direct_exchange else 0
-    return aligned(output), aligned(staging)
+    staging = schedule.received_chunks(flat) * flat.shard_numel * flat.reduce_dtype.itemsize
+    return 0 if schedule.lands(flat) else aligned(output), aligned(staging)
 
 
 def all_reduce_bytes(schedule: Schedule, flat: FlatParameter) -> int:
@@ -144,6 +145,8 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
             stored = info(value).kind == "wait" and info(value.args[0]).kind == "store_grad"  # type: ignore[arg-type]
             if stored:
                 end = value  # the rest is on the host
+            if found.kind == "flatten_grads" and flat.F == 1 and schedule.lands(flat):
+                continue
             if found.kind == "flatten_grads":
                 # With a collective, the wait: what it read is no longer needed.
                 add(node, value if info(value).kind == "wait" and flat.F > 1 else end, flat.grad_bytes)

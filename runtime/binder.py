@@ -215,7 +215,7 @@ class Binder:
         source: Any = node.args[0]
         if info(source).kind == "presence":
             return lambda pending: pending()
-        if node not in self.buffers:  # a bucket has told its members' WAITs theirs
+        if node not in self.buffers and source in self.buffers:  # a bucket has told its members' WAITs theirs
             self.buffers[node] = self.buffers[source]
         done, queue, streams, events = _done(source), info(node).queue, self.streams, self.events
         if queue == "replicate":
@@ -287,8 +287,9 @@ class Binder:
     def _flatten_grads(self, node: fx.Node) -> Callable[..., Any]:
         storage, streams, events = self._flat(node), self.streams, self.events
         flat = storage.flat
-        out = self._place(node, flat.reduce_dtype, flat.padded_numel)
-        self.buffers[node] = out
+        lands, fixed = self.schedule.lands(flat), None
+        if not (lands and flat.F == 1):
+            fixed = self.buffers[node] = self._place(node, flat.reduce_dtype, flat.padded_numel)
         flatten, before = self._flattener(node), self._before(node, "compute")
         label, done, adds_kept = self._label(node), _done(node), takes_kept(node)
         accumulates = self.schedule.accumulation != NOTHING_KEPT  # then ACC does not know what was not asked for
@@ -297,6 +298,10 @@ class Binder:
             if accumulates:
                 gradients = self._wanted(storage, gradients)
             before()
+            # Memory that was on the compute queue is the reduce queue's from the event below on.
+            landed = storage.land() if lands else None
+            out = landed if fixed is None else fixed
+            assert out is not None
             streams.touch("compute", label, True)
             if adds_kept:
                 total = storage.kept.take_whole()
@@ -338,11 +343,13 @@ class Binder:
         storage, streams, events = self._flat(node), self.streams, self.events
         flat = storage.flat
         source: Any = node.args[0]
-        held = self.world.held_numel(flat)
-        dtype = self.schedule.reduced_dtype(flat)
-        out, staging = self._out_and_staging(node, dtype, held, (flat.F - 1) * flat.shard_numel, flat.reduce_dtype)
-        self.buffers[node] = out
-        issue = self.world.bind_reduce_scatter(flat, self.buffers[source], out, staging)
+        buffer, staging_start = self.buffers[source], 0
+        if not self.schedule.lands(flat):
+            dtype = self.schedule.reduced_dtype(flat)
+            self.buffers[node] = self._place(node, dtype, self.world.held_numel(flat))
+            staging_start = aligned(self.buffers[node].numel() * dtype.itemsize)
+        staging = self._staging(node, staging_start)
+        issue = self._on_result(node, lambda out: self.world.bind_reduce_scatter(flat, buffer, out, staging))
         before, ready, done = self._before(node, "reduce"), _done(source), _done(node)
         read, label = self._label(source), self._label(node)
 
@@ -358,29 +365,33 @@ class Binder:
 
         return run
 
-    def _out_and_staging(
-        self, node: fx.Node, dtype: torch.dtype, numel: int, staging_numel: int, staging_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        slot = node.meta.get("slot")
-        if slot is None:
-            empty = torch.empty(0, dtype=dtype, device=self.world.device)
-            return empty, empty
-        out = self.executor.slot(slot, dtype, numel)
+    def _staging(self, node: fx.Node, start: int) -> Tensor | None:
+        """Where a ReduceScatter receives, behind `start` bytes of its slot; None if it needs nothing."""
         if not self.schedule.direct_exchange:
-            return out, None
-        staging_bytes = staging_numel * staging_dtype.itemsize
-        start = slot.offset + aligned(numel * dtype.itemsize)
-        return out, self.executor.arena[start : start + staging_bytes].view(staging_dtype)
+            return None
+        flat = self._flat(node).flat
+        numel, slot = self.schedule.received_chunks(flat) * flat.shard_numel, node.meta.get("slot")
+        if slot is None:
+            assert numel == 0, f"{node} has no slot"
+            return torch.empty(0, dtype=flat.reduce_dtype, device=self.world.device)
+        behind = dataclasses.replace(slot, offset=slot.offset + start, num_bytes=slot.num_bytes - start)
+        return self.executor.slot(behind, flat.reduce_dtype, numel)
+
+    def _on_result(self, node: fx.Node, bind: Callable[[Tensor], Issue]) -> Issue:
+        """A collective bound to the buffer of `node`, or to what has landed, again whenever that has moved."""
+        return bind(self.buffers[node]) if node in self.buffers else _Landed(self._flat(node), bind)
 
     def _all_reduce(self, node: fx.Node) -> Callable[..., Any]:
         storage, streams, events = self._flat(node), self.streams, self.events
         source: Any = node.args[0]
-        value = self.buffers[source]
-        self.buffers[node] = value
-        slot = node.meta.get("slot")
-        staging = self.executor.slot(slot, value.dtype, slot.num_bytes // value.dtype.itemsize) if slot else value[:0]
+        if source in self.buffers:
+            self.buffers[node] = self.buffers[source]
+        slot, dtype = node.meta.get("slot"), self.schedule.reduced_dtype(storage.flat)
+        numel = slot.num_bytes // dtype.itemsize if slot else 0
+        staging = self.executor.slot(slot or Slot(0, 0), dtype, numel)
         kept = (lambda: storage.kept.shards) if takes_kept(node) else None
-        issue, before = self.world.bind_all_reduce(storage.flat, value, staging, kept), self._before(node, "replicate")
+        issue = self._on_result(node, lambda value: self.world.bind_all_reduce(storage.flat, value, staging, kept))
+        before = self._before(node, "replicate")
         label, done = self._label(node), _done(node)
         ready = _done(source) if info(source).kind != "wait" else None
 
@@ -427,7 +438,8 @@ class Binder:
         storage, world, streams, executor = self._flat(node), self.world, self.streams, self.executor
         source: Any = node.args[0]
         fqns = storage.flat.fqns
-        accumulate = storage.bind_accumulate(self.buffers[source][: world.held_numel(storage.flat)])
+        reduced = self.buffers[source][: world.held_numel(storage.flat)] if source in self.buffers else None
+        accumulate = storage.bind_accumulate(reduced)
         start: Any = node.args[3] if len(node.args) > 3 else 0
         stop = start + len(storage.flat.parameters)
         static = [g is not None for g in self._gradients(info(node).flat or "")]
@@ -483,6 +495,24 @@ class Binder:
             return world.presence(flats, [a or kept.present(i) for a, (kept, i, _) in zip(own, places)])
 
         return run
+
+
+class _Landed:
+    """A collective whose result lies where the gradient of this backward has landed."""
+
+    def __init__(self, storage: FlatStorage, bind: Callable[[Tensor], Issue]):
+        self.storage, self.bind = storage, bind
+        self.bound_to: Tensor | None = None
+        self.issue: Issue | None = None
+
+    def __call__(self, previous: Pending | None) -> Pending:
+        landed = self.storage.landed
+        assert landed is not None
+        if landed is not self.storage.own:
+            return self.bind(landed)(previous)
+        if self.issue is None or self.bound_to is not landed:
+            self.issue, self.bound_to = self.bind(landed), landed
+        return self.issue(previous)
 
 
 class _Stored(Pending):

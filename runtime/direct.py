@@ -145,11 +145,14 @@ class DirectGroup:
         return issue
 
     def bind_reduce_scatter(self, buffer: Tensor, out: Tensor, staging: Tensor) -> Callable[[], Pending]:
-        """buffer (size * S,) -> out (S,), the sum in rank order. staging: ((size - 1) * S,) of buffer's dtype."""
+        """buffer (size * S,) -> out (S,), the sum in rank order. staging: ((size - 1) * S,) of buffer's dtype, or of one chunk
+        less where `out` is of that dtype: the first peer's is received there."""
         if out.numel() == 0:
             return Pending
         chunks = buffer.split(out.numel())
-        places = dict(zip(sorted(self.peers), staging.split(out.numel())))
+        room = [out] if out.dtype == buffer.dtype else []
+        room += staging.split(out.numel()) if staging.numel() else ()
+        places = dict(zip(sorted(self.peers), room))
         ordered = [chunks[r] if r == self.index else places[r] for r in range(self.size)]
         sends = [(peer, raw(chunks[peer])) for peer in self.peers]
         receives = [(peer, raw(places[peer])) for peer in reversed(self.peers)]

@@ -38,6 +38,12 @@ class FlatStorage:
         """Gradients accumulated in a wider dtype than theirs: of which `.grad`, as it was after how many edits, the sum."""
         self._gradient: Tensor | None = None
         self._wrappers: list[ShardedParameter] = []
+        self._uses = 0
+        """How many hold the storage of `_gradient` while nobody else does."""
+        self.own: Tensor | None = None
+        """The memory of `_gradient` by a storage object of its own: who is bound to it is not among those who hold `.grad`."""
+        self.landed: Tensor | None = None
+        """Where the gradient that is being reduced lies (held * S,): `own`, or memory for this once while that is in use."""
 
     def _binding(self, index: int, generation: Generation) -> Binding:
         # No reference to this storage: `.grad` is held from C++, where the garbage collector does not see a cycle.
@@ -80,28 +86,46 @@ class FlatStorage:
         parameter: Any = self.parameters[self.flat.fqns[index]]
         parameter.copy_(parameter.like(piece))
 
-    def bind_accumulate(self, reduced: Tensor) -> Callable[[Sequence[bool] | None], None]:
-        """Bind handing `reduced` (held * S,) to `.grad`; the flags say which parameters have a gradient anywhere.
+    def land(self) -> Tensor:
+        """Choose where this backward's gradient is reduced to: the memory of `.grad` unless that is in use."""
+        if all(p.grad is None for p in self.parameters.values()):
+            self._fresh_wrappers()
+            self.landed = self.own
+        else:
+            with torch.inference_mode(False):
+                self.landed = torch.empty_like(self.shard)
+        assert self.landed is not None
+        return self.landed
+
+    def bind_accumulate(self, reduced: Tensor | None) -> Callable[[Sequence[bool] | None], None]:
+        """Bind handing `reduced` (held * S,), or with None what has landed, to `.grad`; the flags say which parameters have a
+        gradient anywhere.
 
         Accumulation is in `flat.accumulate_dtype`. Kept wrappers are reused when nobody else holds them: making one for each
         parameter each step costs about 30 us.
         """
-        views = self.views(reduced)
+        bound = None if reduced is None else self.views(reduced)
         leaves = list(self.parameters.values())
-        everything = [True] * len(views)
+        everything = [True] * len(leaves)
 
         def accumulate(flags: Sequence[bool] | None) -> None:
             wanted = everything if flags is None else flags
             fresh = [p.grad is None for p in leaves]
+            value, self.landed = self.landed if reduced is None else reduced, None
+            assert value is not None
+            in_place = value is self.own
+            new = self._wrappers
+            if not in_place and any(f and w for f, w in zip(fresh, wanted)):
+                new = self._fresh_wrappers()
             if all(fresh) and all(wanted):
-                wrappers = self._fresh_wrappers()
                 self._sums.clear()
-                assert self._gradient is not None
-                self._gradient.copy_(reduced)
-                for leaf, wrapper in zip(leaves, wrappers):
+                if not in_place:
+                    assert self.own is not None
+                    self.own.copy_(value)
+                for leaf, wrapper in zip(leaves, new):
                     leaf.grad = wrapper
             else:
-                new = self._fresh_wrappers() if any(f and w for f, w in zip(fresh, wanted)) else []
+                views = self.views(value) if bound is None else bound
                 for i, leaf in enumerate(leaves):
                     if not wanted[i]:
                         if isinstance(leaf.grad, KeptGradient) and leaf.grad.absent_at == leaf.grad.edits[0]:
@@ -109,7 +133,8 @@ class FlatStorage:
                         continue
                     if fresh[i]:
                         self._sums.pop(i, None)
-                        new[i].local.copy_(views[i])
+                        if not in_place:
+                            new[i].local.copy_(views[i])
                         leaf.grad = new[i]
                     else:
                         self._add(i, leaf, views[i])
@@ -150,16 +175,19 @@ class FlatStorage:
     def _fresh_wrappers(self) -> list[ShardedParameter]:
         """Gradient wrappers over one flat buffer that nobody else holds."""
         if self._gradient is None or not self._kept_are_free():
-            self._gradient = torch.zeros_like(self.shard)
+            with torch.inference_mode(False):
+                self._gradient = torch.zeros_like(self.shard)
+                self.own = torch.from_dlpack(self._gradient)
             self._wrappers = [
                 ShardedParameter(view, spec.shape, spec.stride, spec.fqn, binding, is_state=True)
                 for spec, view, binding in zip(self.flat.parameters, self.views(self._gradient), self.bindings)
             ]
+            self._uses = storage_uses(self._gradient)
         return self._wrappers
 
     def _kept_are_free(self) -> bool:
         assert self._gradient is not None
-        if storage_uses(self._gradient) != len(self._wrappers) + 2:  # the buffer, its views, and the asking itself
+        if storage_uses(self._gradient) != self._uses:
             return False
         return _references(self._wrappers) <= _UNSHARED and all(tensor_uses(w) == 1 for w in self._wrappers)
 

@@ -356,7 +356,8 @@ class _Lives:
     def _add(self, node: fx.Node, end: fx.Node | None, curve: str) -> None:
         slot: Slot | None = node.meta.get("slot")
         planned = slot.num_bytes if slot is not None else 0
-        made_here = info(node).kind not in ("reduce_scatter", "all_reduce")
+        # A FLAT without a slot is made where `.grad` will be.
+        made_here = info(node).kind not in ("flatten_grads", "reduce_scatter", "all_reduce")
         size = planned or (info(node).num_bytes if made_here else 0)
         self.begins[node] = curve, size
         if end is not None:

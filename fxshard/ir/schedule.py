@@ -106,7 +106,7 @@ class MemoryPlan:
     host_bytes: int = 0
     """Size of the arena in host memory, of gradients on their way to `.grad`, where shards are offloaded."""
     peak_gradient_bytes: int = 0
-    """Most bytes of unsharded gradients and reduce staging alive at once."""
+    """Most bytes of unsharded gradients and reduce staging alive at once; what lands in `.grad` is none of them."""
     saved_weight_bytes: int = 0
     """What forward keeps for backward because it is made from a parameter and data together; outside the arena."""
     kept_bytes: int = 0
@@ -214,6 +214,18 @@ class Schedule:
         """What a reduced gradient is in before ACC: a ReduceScatter rounds to the dtype to sum further across replicas in, or
         to that of `.grad`; without one it is as it was flattened."""
         return flat.reduce_dtype if self.replicas > 1 or flat.F == 1 else flat.dtype
+
+    def lands(self, flat: FlatParameter) -> bool:
+        """Whether the reduced gradient is made in the memory that `.grad` gets, by the ReduceScatter or, at F = 1, the FLAT:
+        where it need not be cast, comes from no host memory, and is not kept for a later backward."""
+        return self.reduced_dtype(flat) == flat.dtype and not self.offloaded and self.accumulation.keep == ""
+
+    def received_chunks(self, flat: FlatParameter) -> int:
+        """How many chunks a ReduceScatter by direct exchange receives beside its result, where the first one goes if that is
+        in the dtype of the wire."""
+        if not self.direct_exchange or flat.F == 1:
+            return 0
+        return flat.F - 2 if self.reduced_dtype(flat) == flat.reduce_dtype else flat.F - 1
 
     def counts(self, flat: str) -> bool:
         """Whether the rate limit counts this FlatParameter: residents are not, nor is the root in a forward-only schedule."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,8 @@ from .plan import FlattenPlan
 class BoundFlatten:
     """Gradients of all parameters of `flat` times `scale` -> a flat buffer (padded,), or added to one.
 
-    On CPUs, from the second call into a buffer on, a gradient that has its parameter's stride and the buffer's dtype is
-    multiplied into its place, a view made once; for all others see `flatten_cast_scale`, which gives the same bits.
+    On CPUs, from the third call in a row into a buffer on, a gradient that has its parameter's stride and the buffer's dtype
+    is multiplied into its place, a view made once; for all others see `flatten_cast_scale`, which gives the same bits.
     """
 
     def __init__(self, flat: FlatParameter, scale: float, device: torch.device):
@@ -26,6 +27,7 @@ class BoundFlatten:
         self.strides = [p.stride for p in flat.parameters]
         self.plan = FlattenPlan(flat.offsets, self.numels, flat.padded_numel, device)
         self._on_cpu = device.type == "cpu"
+        self._last: weakref.ref[Tensor] | None = None
         self._out: Tensor | None = None
         self._places: list[Tensor] = []
         self._gaps: list[Tensor] = []
@@ -43,7 +45,11 @@ class BoundFlatten:
             strides=self.strides, plan=self.plan, accumulate=accumulate,
         )  # fmt: skip
         if self._on_cpu and not accumulate and out is not self._out:
-            self._remember(out)
+            # A buffer that is used once is not held.
+            self._out, self._places, self._gaps = None, [], []
+            if self._last is not None and self._last() is out:
+                self._remember(out)
+            self._last = weakref.ref(out)
 
     def _are_in_place(self, gradients: Sequence[Tensor | None]) -> bool:
         return all(

@@ -65,6 +65,8 @@ def chunk_sum(chunks: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     One chunk may be `out` itself. torch.sum is not used: its order depends on shape and device.
     """
     accumulate = torch.float64 if chunks[0].dtype == torch.float64 else torch.float32
+    if len(chunks) > 1 and chunks[1].data_ptr() == out.data_ptr():
+        chunks = [chunks[1], chunks[0], *chunks[2:]]  # c0 + c1 is c1 + c0, and the sum is made where it stays
     later = {chunk.data_ptr() for chunk in chunks[1:]}
     in_place = out.dtype == accumulate and out.data_ptr() not in later
     for begin in range(0, out.numel(), BLOCK_NUMEL):

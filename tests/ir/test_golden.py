@@ -178,7 +178,7 @@ def test_fsdp_with_prefetch_in_full():
                             ACC    one     144 B
                             WAIT   (root)  for RS
                             ACC    (root)  288 B
-    memory  arena 1.4 KiB  residents 576 B  peak gathered 1.1 KiB  peak gradients 1.3 KiB
+    memory  arena 1.1 KiB  residents 576 B  peak gathered 1.1 KiB  peak gradients 864 B
 """)
 
 

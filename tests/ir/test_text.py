@@ -38,7 +38,7 @@ def test_units_only():
       AG layers.0  AG layers.1  F layers.0  AG layers.2  F layers.1  F layers.2
     backward
       AG layers.2  AG layers.1  B layers.2  RS layers.2  B layers.1  RS layers.1  B layers.0  RS layers.0
-    memory  arena 864 B  residents 0 B  peak gathered 576 B  peak gradients 864 B
+    memory  arena 576 B  residents 0 B  peak gathered 576 B  peak gradients 576 B
 """)
 
 

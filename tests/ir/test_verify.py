@@ -284,6 +284,7 @@ def a_throttle_on_the_free_before(s: Schedule) -> None:
 
 
 BF16 = fxshard.MixedPrecision(param=torch.bfloat16)
+SUMS_IN_BF16 = fxshard.MixedPrecision(reduce=torch.bfloat16)
 
 
 def a_view_one_further(s: Schedule) -> None:
@@ -506,7 +507,7 @@ MUTANTS: list[tuple[str, Mutation, str, dict]] = [
     ("streams_within_the_limit", no_throttles, "layers.2", {"rate_limit": None, "rate_limit_bytes": 700}),
     ("streams_within_the_limit", a_throttle_on_the_free_before, "layers.2", {"rate_limit": 1}),
     ("every_buffer_has_a_slot", a_slot_too_small, "layers.1", {}),
-    ("every_buffer_has_a_slot", a_slot_too_small_to_reduce_into, "layers.1", {}),
+    ("every_buffer_has_a_slot", a_slot_too_small_to_reduce_into, "layers.1", {"W": 4, "mixed_precision": SUMS_IN_BF16}),
     ("every_buffer_has_a_slot", no_slot, "layers.1", {}),
     ("every_buffer_has_a_slot", a_slot_beyond_the_arena, "layers.1", {}),
     ("every_buffer_has_a_slot", a_slot_that_is_not_aligned, "layers.1", {}),

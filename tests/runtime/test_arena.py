@@ -1,6 +1,8 @@
 """Memory: the schedule's numbers computed again from its nodes, and what a step really allocates."""
 
+import functools
 import gc
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.capture.compare import Chain, Framed, batches, events, mean_of_square
 
 X = batches(1)[0]
 BF16 = fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
+ALL_BF16 = fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16)
 
 
 def up(num_bytes: int) -> int:
@@ -40,7 +43,8 @@ def gathered_peak(schedule: Schedule, resident: int) -> int:
 
 
 def gradient_peak(schedule: Schedule) -> int:
-    """Most bytes at once of flat gradient buffers up to the end of their reduce, and of reduce output and staging up to ACC."""
+    """Most bytes at once of flat gradient buffers up to the end of their reduce, and of reduce output and staging up to ACC.
+    What has its parameter's dtype once it is reduced is made in the memory of `.grad`, and the first chunk received with it."""
     if schedule.backward is None:
         return 0
     peak = 0
@@ -50,12 +54,13 @@ def gradient_peak(schedule: Schedule) -> int:
         if name is None or name not in schedule.flats:
             continue
         flat = schedule.flats[name]
-        if kind == "flatten_grads":
+        summed = flat.reduce_dtype if schedule.replicas > 1 or flat.F == 1 else flat.dtype
+        if kind == "flatten_grads" and (flat.F > 1 or summed != flat.dtype):
             alive[kind, name] = up(flat.padded_numel * flat.reduce_dtype.itemsize)
         elif kind == "reduce_scatter":
-            wire = flat.reduce_dtype if schedule.replicas > 1 else flat.dtype
-            staging = (flat.F - 1) * flat.shard_numel * flat.reduce_dtype.itemsize if schedule.direct_exchange else 0
-            alive[kind, name] = up(schedule.held_shards * flat.shard_numel * wire.itemsize) + up(staging)
+            received = flat.F - 1 - (summed == flat.reduce_dtype) if schedule.direct_exchange else 0
+            output = up(schedule.held_shards * flat.shard_numel * summed.itemsize) if summed != flat.dtype else 0
+            alive[kind, name] = output + up(received * flat.shard_numel * flat.reduce_dtype.itemsize)
         elif kind == "all_reduce" and schedule.direct_exchange:
             part = -(-flat.shard_numel // schedule.replicas)
             alive[kind, name] = up((schedule.replicas - 1) * part * flat.reduce_dtype.itemsize)
@@ -76,6 +81,7 @@ def slots(schedule: Schedule, phase: Phase) -> list:
 CONFIGURATIONS = [
     {"F": 1}, {"F": 1, "W": 4}, {"F": 2}, {"F": 3}, {"F": 8}, {"F": 2, "W": 4}, {"F": 2, "W": 6},
     {"F": 2, "mixed_precision": BF16}, {"F": 1, "mixed_precision": BF16}, {"F": 2, "W": 4, "mixed_precision": BF16},
+    {"F": 3, "mixed_precision": ALL_BF16}, {"F": 3, "W": 6, "mixed_precision": ALL_BF16},
     {"F": 3, "backward_prefetch": 3, "forward_prefetch": 3, "rate_limit": 4},
     {"F": 3, "keep_root_resident": False}, {"F": 3, "reshard_after_forward": False}, {"F": 3, "units": "none"},
 ]  # fmt: skip
@@ -105,7 +111,9 @@ def test_every_gathered_and_gradient_buffer_has_a_slot_of_its_size(options):
                 if "slot" in node.meta:
                     assert node.meta["slot"].num_bytes == up(schedule.flats[name].full_bytes)
             elif kind == "flatten_grads":
-                assert node.meta["slot"].num_bytes == up(schedule.flats[name].grad_bytes)
+                assert ("slot" in node.meta) == (schedule.F > 1)
+                if "slot" in node.meta:
+                    assert node.meta["slot"].num_bytes == up(schedule.flats[name].grad_bytes)
 
 
 def test_the_arena_is_smaller_than_the_sum_of_its_buffers():
@@ -167,7 +175,9 @@ def wide() -> nn.Module:
     return Framed(3, 32)
 
 
-@pytest.mark.parametrize("options", [{"F": 2}, {"F": 3, "mixed_precision": BF16}, {"F": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"F": 2}, {"F": 3, "mixed_precision": BF16}, {"F": 1, "cpu_offload": True}], ids=str
+)
 def test_the_arena_is_one_allocation_of_the_planned_size(options):
     _, model = pair(wide, **options)
     x = batches(1, (2, 32))[0]
@@ -208,6 +218,32 @@ def test_a_steady_step_allocates_no_buffer(options):
     buffers = {model.schedule.memory.arena_bytes} | {s.shard.nbytes for s in state.storages.values()}
     buffers |= {t.nbytes for t in state.executor.residents.values()}
     assert not buffers & set(sizes)
+
+
+@pytest.mark.parametrize("options", [{"F": 1}, {"F": 2}, {"F": 2, "mixed_precision": BF16}], ids=str)
+def test_gradients_are_reduced_where_they_stay_and_what_is_added_to_them_is_given_back(options):
+    _, model = pair(wide, **options)
+    x = batches(1, (2, 32))[0]
+    storages = model.__dict__["_fxshard"].storages
+    mean_of_squares(model(x)).backward()
+    landed: dict[str, list] = {name: [] for name in storages}
+
+    def noted(name: str):
+        chosen = type(storages[name]).land(storages[name])
+        landed[name].append((weakref.ref(chosen), chosen.data_ptr()))
+        return chosen
+
+    for name, storage in storages.items():
+        storage.land = functools.partial(noted, name)
+    for clear in (True, False, False, True):
+        if clear:
+            model.zero_grad()
+        mean_of_squares(model(x)).backward()
+    for name, storage in storages.items():
+        own = [address == storage.own.data_ptr() for _, address in landed[name]]
+        assert own == [True, False, False, True]
+        assert [at() is None for at, _ in landed[name]] == [False, True, True, False]
+        assert all(p.grad.local.data_ptr() >= storage.own.data_ptr() for p in storage.parameters.values())
 
 
 def test_two_schedules_share_one_arena():

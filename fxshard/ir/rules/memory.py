@@ -124,9 +124,10 @@ def _bytes_needed(schedule: Schedule, node: fx.Node) -> int:
             return loaded + (0 if flat.name in schedule.resident else flat.full_bytes)
         return loaded + schedule.held_shards * S * flat.param_dtype.itemsize
     if kind == "flatten_grads":
-        return flat.grad_bytes
+        return 0 if flat.F == 1 and schedule.lands(flat) else flat.grad_bytes
     if kind == "reduce_scatter":
-        return schedule.held_shards * S * schedule.reduced_dtype(flat).itemsize + (flat.F - 1) * S * staged
+        made = 0 if schedule.lands(flat) else schedule.held_shards * S * schedule.reduced_dtype(flat).itemsize
+        return made + schedule.received_chunks(flat) * S * wire
     if kind == "store_grad":
         return schedule.held_shards * S * schedule.reduced_dtype(flat).itemsize
     if kind == "all_reduce":
