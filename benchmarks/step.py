@@ -149,13 +149,13 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rate", help="limit links to this rate, as tc takes it (1gbit, 200mbit); default: loopback")
     result.add_argument("--F", type=int, help="sharding factor (default: all ranks)")
     result.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    result.add_argument("--systems", type=_systems, default="fxshard,fsdp2,fsdp1,ddp,plain")
+    result.add_argument("--systems", type=systems, default="fxshard,fsdp2,fsdp1,ddp,plain")
     result.add_argument("--rounds", type=int, default=11)
     result.add_argument("--json", help="write the results to this file")
     return result
 
 
-def _systems(text: str) -> list[str]:
+def systems(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         try:

@@ -135,17 +135,20 @@ class Trainer:
 
     def __init__(self, system: str, make: Callable[[], nn.Module], inputs: dict[str, Tensor], setting: Setting):
         torch.manual_seed(0)
+        self.name = check(system)[0]
         self.model: Any = build(system, make(), setting)
         self.inputs = inputs
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         # Those that do not cast parameters compute in bf16 as autocast does.
-        self.autocast = setting.bf16 and check(system)[0] not in SHARDS
+        self.autocast = setting.bf16 and self.name not in SHARDS
 
-    def step(self) -> float:
-        """The loss."""
-        with torch.autocast("cpu", BF16) if self.autocast else contextlib.nullcontext():
+    def step(self, mark: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> float:
+        """The loss. Forward, backward and the optimizer run in what `mark` gives for their names."""
+        with mark("forward"), torch.autocast("cpu", BF16) if self.autocast else contextlib.nullcontext():
             loss = self.model(**self.inputs)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with mark("backward"):
+            loss.backward()
+        with mark("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return float(loss.detach())
