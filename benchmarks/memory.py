@@ -75,7 +75,7 @@ def measure(system: str, make: Callable[..., nn.Module], inputs: dict[str, Tenso
             began = time.time_ns()
             trainer.step(mark)
         kinds = dict.fromkeys(gradients, "gradients") | _lasting(trainer)
-    events = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.experimental_event_tree()
     return _at_peak(sorted(_changes(events, ()), key=lambda change: change.time_ns), began, kinds)
 
 
@@ -110,7 +110,9 @@ def _at_peak(changes: Sequence[Change], began: int, kinds: Mapping[int, str]) ->
     peak: dict[int, Change] = {}
     total = most = 0
     for change in changes:
-        if change.address in alive:  # what a thread of gloo's gives back is not told, but that its address is given again
+        if (
+            change.address in alive
+        ):  # what a thread of gloo's gives back is not told, but that its address is given again
             total -= alive.pop(change.address).num_bytes
         if change.num_bytes > 0:
             alive[change.address] = change

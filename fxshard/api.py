@@ -102,8 +102,9 @@ def compile(
     if world is not None:
         world.attach(model)
     state.executor = Executor(
-        state.storages, home, generation, debug=settings.debug, derive=weakref.WeakMethod(state.derive)
-    )
+        state.storages, home, generation, debug=settings.debug, keep_memory=settings.keep_memory,
+        derive=weakref.WeakMethod(state.derive),
+    )  # fmt: skip
     install(model, state)
     checkpoint_model.install(model, state.storages, lambda: state.plain)
     checkpoint_optimizer.watch()

@@ -97,6 +97,8 @@ class Options:
     reshard_after_forward: bool | Mapping[str, bool] = True
     """Whether units are freed after forward and gathered again in backward; if not, the root stays too. Or for each, by
     patterns of unit names, `{"layers.31": False}`: the last that fits counts, units that none fits are freed."""
+    keep_memory: bool = False
+    """Keep the memory of gradients from step to step at F > 1 too: a step allocates none then, and forward has less room."""
     activation_memory_budget: float | None = None
     """How much is kept for backward, from 0, the inputs alone, to 1, what torch's partitioner keeps for speed; the rest is
     computed again. None = what autograd keeps."""
@@ -139,6 +141,7 @@ class Options:
             "cpu_offload",
             "debug",
             "fullgraph",
+            "keep_memory",
             "sync_parameters",
             "verify_each",
         ):

@@ -29,9 +29,10 @@ class Executor:
 
     def __init__(
         self, storages: dict[str, FlatStorage], world: World, generation: Generation, *, debug: bool = False,
-        streams: Streams | None = None, derive: Callable[[], Derive | None] = lambda: None,
+        keep_memory: bool = False, streams: Streams | None = None, derive: Callable[[], Derive | None] = lambda: None,
     ):  # fmt: skip
         self.storages, self.world, self.generation, self.debug = storages, world, generation, debug
+        self.keep_memory = keep_memory or world.F == 1
         self.derive = derive
         self.keep = ""
         """What backward does with gradients now: '' reduces them, else see `Accumulation.keep`. Set by `no_sync`."""
@@ -121,6 +122,12 @@ class Executor:
                     layout.padded_numel, dtype=layout.param_dtype, device=self.world.device
                 )
         return self.residents[flat]
+
+    def release_gradients(self) -> None:
+        """Give back the memory of `.grad` where there is none, for what forward saves."""
+        if not self.keep_memory:
+            for storage in self.storages.values():
+                storage.release()
 
     def slot(self, slot: Slot, dtype: torch.dtype, numel: int, on_host: bool = False) -> Tensor:
         """A typed view (numel,) of an arena at a slot."""
@@ -212,6 +219,7 @@ class Program:
         self._running = self._accumulating()
 
     def forward(self, arguments: list[Any]) -> Sequence[Any]:
+        self.executor.release_gradients()
         return self._run("forward", self._forward_code(), arguments)
 
     def backward(self, arguments: list[Any], given: tuple[bool, ...]) -> Sequence[Any]:

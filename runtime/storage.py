@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxshard.capture.torch_private import storage_uses, tensor_uses
+from fxshard.capture.torch_private import same_memory, storage_uses, tensor_uses
 from fxshard.ir import FlatParameter
 from fxshard.kept import KeptGradient
 from fxshard.parameter import Binding, Generation, ShardedParameter
@@ -41,7 +41,7 @@ class FlatStorage:
         self._uses = 0
         """How many hold the storage of `_gradient` while nobody else does."""
         self.own: Tensor | None = None
-        """The memory of `_gradient` by a storage object of its own: who is bound to it is not among those who hold `.grad`."""
+        """The memory of `_gradient` where that is now: who is bound to it is not among those who hold `.grad`."""
         self.landed: Tensor | None = None
         """Where the gradient that is being reduced lies (held * S,): `own`, or memory for this once while that is in use."""
 
@@ -176,14 +176,28 @@ class FlatStorage:
         """Gradient wrappers over one flat buffer that nobody else holds."""
         if self._gradient is None or not self._kept_are_free():
             with torch.inference_mode(False):
-                self._gradient = torch.zeros_like(self.shard)
-                self.own = torch.from_dlpack(self._gradient)
+                self._gradient = torch.empty_like(self.shard)
+                self.own = same_memory(self._gradient)
             self._wrappers = [
                 ShardedParameter(view, spec.shape, spec.stride, spec.fqn, binding, is_state=True)
                 for spec, view, binding in zip(self.flat.parameters, self.views(self._gradient), self.bindings)
             ]
             self._uses = storage_uses(self._gradient)
+        elif not (storage := self._gradient.untyped_storage()).nbytes():
+            storage.resize_(self.shard.nbytes)
+            if self.own is None or self.own.data_ptr() != storage.data_ptr():
+                with torch.inference_mode(False):
+                    self.own = same_memory(self._gradient)
         return self._wrappers
+
+    def release(self) -> None:
+        """Give the memory of gradients back if there are none, until the next are reduced."""
+        if (
+            self._gradient is not None
+            and all(p.grad is None for p in self.parameters.values())
+            and self._kept_are_free()
+        ):
+            self._gradient.untyped_storage().resize_(0)
 
     def _kept_are_free(self) -> bool:
         assert self._gradient is not None

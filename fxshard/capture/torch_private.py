@@ -71,6 +71,7 @@ __all__ = [
     "plain_fake",
     "pytree",
     "recompile_limit",
+    "same_memory",
     "storage_uses",
     "surviving_outputs",
     "tensor_uses",
@@ -355,6 +356,12 @@ def default_timeout(device: torch.device) -> datetime.timedelta:
 def storage_uses(tensor: torch.Tensor) -> int:
     """How many hold the storage of `tensor`: itself, its views, and the storage object made to ask."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor (numel,) on the memory of a contiguous one that neither keeps it alive nor counts among its uses."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),))  # type: ignore[call-overload]
 
 
 def tensor_uses(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxshard
 from fxshard.ir import Phase, Schedule
-from tests.capture.compare import Chain, Framed, batches, events, mean_of_squares, pair
+from tests.capture.compare import Chain, Framed, batches, events, full, identical, mean_of_squares, pair
 
 X = batches(1)[0]
 BF16 = fxshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
@@ -194,7 +194,7 @@ def test_the_arena_is_one_allocation_of_the_planned_size(options):
 @pytest.mark.parametrize("options", [{"F": 2}, {"F": 3, "mixed_precision": BF16}, {"F": 1}], ids=str)
 def test_a_steady_step_allocates_no_buffer(options):
     """From the third step on neither arena, residents nor gradients: their memory stays where it is."""
-    _, model = pair(wide, **options)
+    _, model = pair(wide, keep_memory=True, **options)
     x = batches(1, (2, 32))[0]
     state = model.__dict__["_fxshard"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,6 +221,40 @@ def test_a_steady_step_allocates_no_buffer(options):
 
 
 @pytest.mark.parametrize("options", [{"F": 1}, {"F": 2}, {"F": 2, "mixed_precision": BF16}], ids=str)
+def test_forward_holds_no_gradients(options):
+    """Unless F = 1, someone holds one, or `keep_memory` says otherwise; what was held stays as it was."""
+    _, model = pair(wide, **options)
+    x, y = batches(2, (2, 32))
+    storages = model.__dict__["_fxshard"].storages.values()
+
+    def held() -> int:
+        return sum(s._gradient.untyped_storage().nbytes() for s in storages)
+
+    everything = sum(s.shard.nbytes for s in storages)
+
+    def step(batch, in_forward: int) -> list:
+        loss = mean_of_squares(model(batch))
+        assert held() == in_forward
+        loss.backward()
+        assert held() == everything
+        return [full(p.grad) for p in model.parameters()]
+
+    between = everything if options["F"] == 1 else 0
+    mean_of_squares(model(x)).backward()
+    model.zero_grad()
+    first = step(x, between)
+    step(y, everything)  # added to what is there
+    kept = next(model.parameters()).grad.detach()
+    value = full(kept)
+    model.zero_grad()
+    of_kept = next(s.shard.nbytes for s in storages if kept.fqn in s.parameters)
+    again = step(x, between or of_kept)
+    assert identical(full(kept), value)
+    model.zero_grad()
+    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(first, again, step(x, between), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"F": 1}, {"F": 2}, {"F": 2, "mixed_precision": BF16}], ids=str)
 def test_gradients_are_reduced_where_they_stay_and_what_is_added_to_them_is_given_back(options):
     _, model = pair(wide, **options)
     x = batches(1, (2, 32))[0]
@@ -230,7 +264,7 @@ def test_gradients_are_reduced_where_they_stay_and_what_is_added_to_them_is_give
 
     def noted(name: str):
         chosen = type(storages[name]).land(storages[name])
-        landed[name].append((weakref.ref(chosen), chosen.data_ptr()))
+        landed[name].append((weakref.ref(chosen), chosen is storages[name].own))
         return chosen
 
     for name, storage in storages.items():
@@ -240,9 +274,9 @@ def test_gradients_are_reduced_where_they_stay_and_what_is_added_to_them_is_give
             model.zero_grad()
         mean_of_squares(model(x)).backward()
     for name, storage in storages.items():
-        own = [address == storage.own.data_ptr() for _, address in landed[name]]
-        assert own == [True, False, False, True]
-        assert [at() is None for at, _ in landed[name]] == [False, True, True, False]
+        assert [own for _, own in landed[name]] == [True, False, False, True]
+        assert landed[name][-1][0]() is storage.own
+        assert [at() for at, _ in landed[name][1:3]] == [None, None]
         assert all(p.grad.local.data_ptr() >= storage.own.data_ptr() for p in storage.parameters.values())
 
 
