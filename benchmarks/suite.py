@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compile_time
+from benchmarks import compile_time, memory
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "suite"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PEERS = "fxshard,fsdp2,fsdp1,ddp"
-GOALS, STEPS, ONE, COMPILE = "goals", "steps", "one process", "compiling"
+GOALS, STEPS, ABLATIONS, MEMORY, ONE, COMPILE = "goals", "steps", "ablations", "memory", "one process", "compiling"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,24 @@ def step(what: str, links: str, hosts: int, per_host: int = 1, *more: str, syste
     return Case(what, "step", (*world, "--rounds", "7", "--systems", systems, *more))
 
 
+NO_OVERLAP = "fxshard:forward_prefetch=0+backward_prefetch=0+rate_limit=1"
+
+WITHOUT = {
+    "fxshard": "as it is by default",
+    "fxshard:forward_prefetch=0": "no forward prefetch",
+    "fxshard:backward_prefetch=0": "no backward prefetch",
+    NO_OVERLAP: "neither, and one unit at a time: what is gathered is waited for where it is used",
+    "fxshard:keep_root_resident=False": "the root is freed after forward and gathered again",
+    "fxshard:rate_limit=1": "at most one unit gathered at a time",
+    "fxshard:rate_limit=3": "at most three",
+    "fxshard:rate_limit=None": "no limit",
+    "fxshard:rate_limit=3+forward_prefetch=2+backward_prefetch=2": "at most three, two gathered ahead",
+    "fxshard:reshard_after_forward=False": "nothing is freed after forward",
+    "fxshard:keep_memory=True": "the memory of gradients is kept",
+    "fxshard:reduce=bf16": "gradients on the wire in bf16",
+}
+"""What is turned off or on, by system."""
+
 CASES = {
     "full_2x1_1gbit": step("full shard, 2 hosts, 1 Gbit", "1gbit", 2),
     "full_4x1_1gbit": step("full shard, 4 hosts, 1 Gbit", "1gbit", 4),
@@ -67,6 +85,14 @@ CASES = {
     "encdec_2x1_1gbit": step(
         "full shard, encoder-decoder, 2 hosts, 1 Gbit", "1gbit", 2, 1, "--model", "encoder_decoder_small"
     ),
+    "ablations": Case(
+        "full shard, 2 hosts, 1 Gbit",
+        "step",
+        ("--hosts", "2", "--rate", "1gbit", "--rounds", "7", "--systems", ",".join(WITHOUT)),
+    ),
+    "memory_2": Case("two ranks", "memory", ("--ranks", "2")),
+    "memory_4": Case("four ranks", "memory", ("--ranks", "4")),
+    "memory_ablations": Case("two ranks", "memory", ("--ranks", "2", "--systems", ",".join(WITHOUT))),
     "one_process_512x6": Case("GPT 512x6", "one_process", ("--model", "gpt_512x6", "--rounds", "15")),
     "one_process_tiny": Case("24 blocks of width 64", "one_process", ()),
     "compile_time": Case("175-billion-parameter GPT", "compile_time", ()),
@@ -99,6 +125,8 @@ GOAL_LINES = (
     Goal("one process, F=1: fxshard / eager", "one_process_512x6", ("ratios", "fxshard/eager"), 1.02),
     Goal("the same, the captured graph alone / eager", "one_process_512x6", ("ratios", "captured/eager"), math.inf),
     Goal("host time, 24 blocks of width 64: fxshard / eager", "one_process_tiny", ("ratios", "fxshard/eager"), 1.00),
+    Goal("peak memory, two ranks: fxshard / FSDP2", "memory_2", FSDP2, 0.90),
+    Goal("peak memory, four ranks: fxshard / FSDP2", "memory_4", FSDP2, 0.90),
     Goal("whole compile of 96 blocks, s", "compile_time", ("96", "all"), 60.0),
     Goal("passes, verify and lower of 96 blocks, s", "compile_time", ("96", "after capture"), 15.0),
     Goal("growth of passes, verify and lower, exponent", "compile_time", ("growth", "after capture"), 1.1),
@@ -138,6 +166,8 @@ def tables(found: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {
         GOALS: goals_table(found),
         STEPS: steps_table(found),
+        ABLATIONS: ablations_table(found),
+        MEMORY: memory_table(found),
         ONE: one_process_table(found),
         COMPILE: compile_table(found),
     }
@@ -178,7 +208,7 @@ def steps_table(found: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in CASES.items():
-        if case.module != "step" or name not in found:
+        if case.module != "step" or name not in found or name == "ablations":
             continue
         result, cells = found[name], [case.what]
         cells.append(_ms(result["seconds"]["fxshard"]))
@@ -189,8 +219,46 @@ def steps_table(found: dict[str, dict[str, Any]]) -> str:
         cells += [_ms(result["seconds"]["compute"]), _ms(result["seconds"]["communication"])]
         cells.append(_ms(sum(result["exposed_s"].values())))
         rows.append(f"| {' | '.join(cells)} |")
-    missing = [case.what for name, case in CASES.items() if case.module == "step" and name not in found]
+    steps = [name for name, case in CASES.items() if case.module == "step" and name != "ablations"]
+    missing = [CASES[name].what for name in steps if name not in found]
     return "\n".join(rows) + (f"\n\nNot measured yet: {'; '.join(missing)}." if missing else "")
+
+
+def ablations_table(found: dict[str, dict[str, Any]]) -> str:
+    if not {"ablations", "memory_ablations"} <= found.keys():
+        return "not measured"
+    seconds, peaks = found["ablations"]["seconds"], found["memory_ablations"]["peak_bytes"]
+    sent = found["ablations"]["sent_bytes"]
+    rows = ["| | step | / default | sent a step | peak memory |", "|---|---|---|---|---|"]
+    for system, what in WITHOUT.items():
+        ratio = seconds[system] / seconds["fxshard"]
+        cells = [
+            what,
+            _ms(seconds[system]),
+            f"{ratio:.2f}",
+            f"{_mib(sent[system])} MiB",
+            f"{_mib(peaks[system]['total'])} MiB",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def memory_table(found: dict[str, dict[str, Any]]) -> str:
+    rows = [
+        f"| ranks | system | peak, MiB | {' | '.join(memory.KINDS)} |",
+        "|---|---|---|" + "---|" * len(memory.KINDS),
+    ]
+    for name in ("memory_2", "memory_4"):
+        if name not in found:
+            continue
+        for system, kinds in found[name]["peak_bytes"].items():
+            cells = [CASES[name].what, system, _mib(kinds["total"]), *(_mib(kinds[kind]) for kind in memory.KINDS)]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.0f}"
 
 
 def one_process_table(found: dict[str, dict[str, Any]]) -> str:

@@ -26,6 +26,7 @@ import fxshard
 from fxshard.units import unit_modules
 
 BF16 = torch.bfloat16
+DTYPES = {"bf16": BF16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ def _units(model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(name) for name in unit_modules(model, "auto")]
 
 
-def _fxshard(model: nn.Module, setting: Setting, **options: Any) -> nn.Module:
+def _fxshard(model: nn.Module, setting: Setting, *, reduce: str | None = None, **options: Any) -> nn.Module:
     precision = fxshard.MixedPrecision(param=BF16, reduce=torch.float32) if setting.bf16 else None
+    if reduce is not None:
+        precision = fxshard.MixedPrecision(param=BF16 if setting.bf16 else None, reduce=DTYPES[reduce])
     return fxshard.compile(model, setting.F, mixed_precision=precision, **options)
 
 
@@ -113,13 +116,17 @@ def build(system: str, model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def check(system: str) -> tuple[str, dict[str, Any]]:
-    """Name and options: `fxshard:rate_limit=3+forward_prefetch=2` is fxshard with options of `fxshard.compile`."""
+    """Name and options: `fxshard:rate_limit=3+forward_prefetch=2` is fxshard with options of `fxshard.compile`, and
+    `fxshard:reduce=bf16` with gradients in that dtype on the wire."""
     name, _, text = system.partition(":")
     if name not in SYSTEMS:
         raise ValueError(f"unknown {name} (allowed: {', '.join(SYSTEMS)})")
     options = {}
     for option in filter(None, text.split("+")):
         key, _, value = option.partition("=")
+        if (name, key) == ("fxshard", "reduce") and value in DTYPES:
+            options[key] = value
+            continue
         if name != "fxshard" or key not in {field.name for field in dataclasses.fields(fxshard.Options)}:
             raise ValueError(f"{system}: {name} has no option {key}")
         options[key] = ast.literal_eval(value)
