@@ -189,17 +189,17 @@ def main() -> None:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Ratios first, then MiB at the peak by kind, a column a system."""
+    """Ratios first, then MiB at the peak, a row a system."""
     world, model, found = result["world"], result["model"], result["peak_bytes"]
     lines = [f"{model['name']} {model['dtype']}, batch {model['batch']} a rank, W={world['W']} F={world['F']}", ""]
-    width = max(len(name) for name in result["ratios"]) if result["ratios"] else 0
+    width = max(map(len, [*result["ratios"], *found]))
     lines += [f"  {name:{width}} {ratio:6.3f}" for name, ratio in result["ratios"].items()]
-    columns = {system: max(8, len(system)) for system in found}
-    lines += ["", "  " + " ".join([f"{'MiB at the peak':16}", *(f"{s:>{n}}" for s, n in columns.items())])]
-    for kind in [*KINDS, "total"]:
-        if any(kinds[kind] for kinds in found.values()):
-            cells = (f"{found[system][kind] / 2**20:{n}.1f}" for system, n in columns.items())
-            lines.append("  " + " ".join([f"{kind:16}", *cells]))
+    kinds = [kind for kind in ("total", *KINDS) if any(of[kind] >= 2**20 / 20 for of in found.values())]
+    lines += ["", "  ".join([f"  {'MiB at the peak':{width}}", *(f"{kind:>6}" for kind in kinds)])]
+    for system, of in found.items():
+        lines.append(
+            "  ".join([f"  {system:{width}}", *(f"{of[kind] / 2**20:{max(6, len(kind))}.1f}" for kind in kinds)])
+        )
     return "\n".join(lines)
 
 

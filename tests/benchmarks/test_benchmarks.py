@@ -64,6 +64,25 @@ def test_other_settings(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert reduces == ({"all_reduce"} if options[1] == "1" else {"reduce_scatter", "all_reduce"})
 
 
+def test_peak_memory_by_kind(tmp_path: Path) -> None:
+    systems = ("fxshard", "fsdp2", "ddp", "fxshard:keep_memory=True")
+    command = ("benchmarks.memory", "--model", "gpt_demo", "--ranks", "2", "--systems", ",".join(systems))
+    found = report(tmp_path / "memory.json", *command)
+    peaks = found["peak_bytes"]
+    assert set(peaks) == set(systems)
+    assert found["ratios"]["fxshard/fsdp2"] == peaks["fxshard"]["total"] / peaks["fsdp2"]["total"]
+    for kinds in peaks.values():
+        assert sum(size for kind, size in kinds.items() if kind != "total") == kinds["total"] > 0
+    whole = peaks["ddp"]["shards"]
+    for system, share in zip(systems, (2, 2, 1, 2)):
+        assert peaks[system]["shards"] == pytest.approx(whole / share, rel=0.01)
+        assert peaks[system]["moments"] == pytest.approx(2 * whole / share, rel=0.01)
+        assert (peaks[system]["arena"] > 0) == system.startswith("fxshard")
+    assert peaks["fxshard:keep_memory=True"]["gradients"] == pytest.approx(whole / 2, rel=0.01)
+    assert peaks["ddp"]["gradients"] == pytest.approx(whole, rel=0.01)
+    assert peaks["fsdp2"]["gathered"] > 0 and peaks["fsdp2"]["communication"] > 0
+
+
 def test_wrong_systems_and_models_are_refused() -> None:
     done = run("benchmarks.step", "--systems", "fxshard,fsdp3")
     assert done.returncode == 2 and "unknown fsdp3 (allowed: fxshard, fsdp2" in done.stderr
