@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compile_time, memory
+from benchmarks import compile_time, memory, plot
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "suite"
 PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURE = ROOT / "docs" / "pictures" / "benchmarks.svg"
 PEERS = "fxshard,fsdp2,fsdp1,ddp"
 GOALS, STEPS, ABLATIONS, MEMORY, ONE, COMPILE = "goals", "steps", "ablations", "memory", "one process", "compiling"
 
@@ -97,6 +98,10 @@ CASES = {
     "one_process_tiny": Case("24 blocks of width 64", "one_process", ()),
     "compile_time": Case("175-billion-parameter GPT", "compile_time", ()),
 }
+
+
+STEP_CASES = [name for name, case in CASES.items() if case.module == "step" and name != "ablations"]
+"""Those that measure fxshard beside its peers."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +212,8 @@ def steps_table(found: dict[str, dict[str, Any]]) -> str:
         "| case | fxshard | / FSDP2 | / FSDP1 | / DDP | overlap efficiency | compute | communication | exposed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, case in CASES.items():
-        if case.module != "step" or name not in found or name == "ablations":
-            continue
-        result, cells = found[name], [case.what]
+    for name in filter(found.__contains__, STEP_CASES):
+        result, cells = found[name], [CASES[name].what]
         cells.append(_ms(result["seconds"]["fxshard"]))
         for peer in ("fsdp2", "fsdp1", "ddp"):
             ratio = result["ratios"].get(f"fxshard/{peer}")
@@ -219,8 +222,7 @@ def steps_table(found: dict[str, dict[str, Any]]) -> str:
         cells += [_ms(result["seconds"]["compute"]), _ms(result["seconds"]["communication"])]
         cells.append(_ms(sum(result["exposed_s"].values())))
         rows.append(f"| {' | '.join(cells)} |")
-    steps = [name for name, case in CASES.items() if case.module == "step" and name != "ablations"]
-    missing = [CASES[name].what for name in steps if name not in found]
+    missing = [CASES[name].what for name in STEP_CASES if name not in found]
     return "\n".join(rows) + (f"\n\nNot measured yet: {'; '.join(missing)}." if missing else "")
 
 
@@ -297,6 +299,12 @@ def write_page() -> None:
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}{table}\n{end}{rest.partition(end)[2]}"
     PAGE.write_text(text)
+    PICTURE.write_text(picture(results()))
+
+
+def picture(found: dict[str, dict[str, Any]]) -> str:
+    """The steps of all cases as SVG."""
+    return plot.steps({name: (CASES[name].what, found[name]) for name in STEP_CASES if name in found})
 
 
 def main() -> None:

@@ -16,6 +16,10 @@ def test_the_tables_are_those_of_the_results() -> None:
         )
 
 
+def test_the_picture_is_of_the_results() -> None:
+    assert suite.PICTURE.read_text() == suite.picture(suite.results())
+
+
 def test_every_result_says_on_what_it_was_measured() -> None:
     found = suite.results()
     assert found
