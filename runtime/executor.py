@@ -219,7 +219,6 @@ class Program:
         self._running = self._accumulating()
 
     def forward(self, arguments: list[Any]) -> Sequence[Any]:
-        self.executor.release_gradients()
         return self._run("forward", self._forward_code(), arguments)
 
     def backward(self, arguments: list[Any], given: tuple[bool, ...]) -> Sequence[Any]:
@@ -241,6 +240,8 @@ class Program:
             streams = executor.streams
             # The caller's stream may be another one than last time; the buffers are the same.
             streams.wait("compute", executor.ended)
+            if name == "forward":
+                executor.release_gradients()
             start = streams.record("compute")
             for queue in QUEUES[1:]:
                 streams.wait(queue, start)

@@ -110,6 +110,23 @@ def test_a_gradient_someone_keeps_is_not_written_again():
     assert all(identical(full(g), value) for g, value in zip(kept, values))
 
 
+@pytest.mark.parametrize("F", [1, 2])
+def test_a_forward_inside_backward_is_refused_and_loses_nothing(F):
+    plain, sharded = pair(Framed, F)
+    x, y = batches(2)
+    for model in (plain, sharded):
+        model(x).square().sum().backward()
+        model.zero_grad()
+    handle = sharded.layers[1].linear.weight.register_post_accumulate_grad_hook(lambda p: sharded(y))
+    with pytest.raises(RuntimeError, match="forward of a sharded model was entered while its backward is running"):
+        sharded(x).square().sum().backward()
+    handle.remove()
+    sharded.zero_grad()
+    for model in (plain, sharded):
+        model(y).square().sum().backward()
+    assert differences(plain, sharded) == []
+
+
 def test_a_detached_gradient_someone_keeps_is_not_written_again():
     _, sharded = pair(Framed)
     x, y = batches(2)
