@@ -9,7 +9,7 @@ from fxshard.viz import style
 from fxshard.viz.style import Canvas, number
 
 SYSTEMS = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "fxshard": "fxshard"}
-LEFT, PLOT, RIGHT, BAR, GAP, TOP = 264.0, 560.0, 90.0, 14.0, 18.0, 74.0
+LEFT, PLOT, RIGHT, BAR, GAP, TOP = 300.0, 560.0, 90.0, 14.0, 18.0, 74.0
 SMALL, TITLE = 12.0, 16.0
 MOST = 1.1
 """Where the plot ends, in FSDP2's steps; a longer bar is cut there and its number says how long it is."""
