@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.limits import executor_of
 from benchmarks.machine import describe
-from benchmarks.ranks import is_rank, join, launch
-from benchmarks.step import batch_of, systems
+from benchmarks.ranks import is_rank, join, reported
+from benchmarks.step import batch_of, setting_arguments
 from benchmarks.systems import Setting, Trainer
 from examples import models
 
@@ -110,9 +109,8 @@ def _at_peak(changes: Sequence[Change], began: int, kinds: Mapping[int, str]) ->
     peak: dict[int, Change] = {}
     total = most = 0
     for change in changes:
-        if (
-            change.address in alive
-        ):  # what a thread of gloo's gives back is not told, but that its address is given again
+        # What a thread of gloo's gives back is not told, but that its address is given again.
+        if change.address in alive:
             total -= alive.pop(change.address).num_bytes
         if change.num_bytes > 0:
             alive[change.address] = change
@@ -153,13 +151,8 @@ def rank_main(given: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
-    result.add_argument("--model", default="gpt_512x6", choices=sorted(models.MODELS))
-    result.add_argument("--batch", type=int, help="sequences or images a rank (default: by model)")
+    setting_arguments(result, "fxshard,fsdp2,fsdp1,ddp")
     result.add_argument("--ranks", type=int, default=2)
-    result.add_argument("--F", type=int, help="sharding factor (default: all ranks)")
-    result.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    result.add_argument("--systems", type=systems, default="fxshard,fsdp2,fsdp1,ddp")
-    result.add_argument("--json", help="write the results to this file")
     return result
 
 
@@ -169,10 +162,7 @@ def main() -> None:
     if is_rank():
         rank_main(given)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "memory.json"
-        launch("benchmarks.memory", [*arguments, "--json", str(out)], 1, given.ranks)
-        found = json.loads(out.read_text())
+    found = reported("benchmarks.memory", arguments, 1, given.ranks)
     peaks = {system: kinds["total"] for system, kinds in found.items()}
     first = given.systems[0]
     result = {

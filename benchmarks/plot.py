@@ -16,7 +16,8 @@ MOST = 1.1
 
 SHEET = "".join(
     [
-        f"text{{font-family:{style.FONT};font-size:{number(style.FONT_SIZE)}px;fill:{style.INK}}}.r{{text-anchor:end}}.m{{text-anchor:middle}}.strong{{font-weight:bold}}",
+        f"text{{font-family:{style.FONT};font-size:{number(style.FONT_SIZE)}px;fill:{style.INK}}}",
+        ".r{text-anchor:end}.m{text-anchor:middle}.strong{font-weight:bold}",
         f".faint{{fill:{style.FAINT}}}.grid{{stroke:{style.GRID}}}.edge{{stroke:{style.EDGE}}}",
         f".limit{{stroke:{style.EXPOSED};stroke-width:2}}",
         *(f".{system}{{fill:{style.tint(hue, white)}}}" for system, hue, white in (

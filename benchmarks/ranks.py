@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +48,14 @@ def launch(
         failed = _ended(processes)
     if failed:
         raise SystemExit(f"ranks {failed} failed")
+
+
+def reported(module: str, arguments: Sequence[str], *hosts: Any) -> Any:
+    """`launch`, and what rank 0 writes as JSON to the file it is given as `--json`, which comes last and so counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        launch(module, [*arguments, "--json", str(out)], *hosts)
+        return json.loads(out.read_text())
 
 
 def is_rank() -> bool:

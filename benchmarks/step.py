@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks.limits import CommunicationAlone, ComputeAlone, Exposed
 from benchmarks.machine import describe
 from benchmarks.network import bytes_sent
-from benchmarks.ranks import is_rank, join, launch
+from benchmarks.ranks import is_rank, join, reported
 from benchmarks.systems import Setting, Trainer, check
 from examples import models
 
@@ -142,20 +142,25 @@ def batch_of(given: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
-    result.add_argument("--model", default="gpt_512x6", choices=sorted(models.MODELS))
-    result.add_argument("--batch", type=int, help="sequences or images a rank (default: by model)")
+    setting_arguments(result, "fxshard,fsdp2,fsdp1,ddp,plain")
     result.add_argument("--hosts", type=int, default=2)
     result.add_argument("--ranks-per-host", type=int, default=1)
     result.add_argument("--rate", help="limit links to this rate, as tc takes it (1gbit, 200mbit); default: loopback")
-    result.add_argument("--F", type=int, help="sharding factor (default: all ranks)")
-    result.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    result.add_argument("--systems", type=systems, default="fxshard,fsdp2,fsdp1,ddp,plain")
     result.add_argument("--rounds", type=int, default=11)
-    result.add_argument("--json", help="write the results to this file")
     return result
 
 
-def systems(text: str) -> list[str]:
+def setting_arguments(to: argparse.ArgumentParser, default: str) -> None:
+    """What is measured, of which systems, and where the results go."""
+    to.add_argument("--model", default="gpt_512x6", choices=sorted(models.MODELS))
+    to.add_argument("--batch", type=int, help="sequences or images a rank (default: by model)")
+    to.add_argument("--F", type=int, help="sharding factor (default: all ranks)")
+    to.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    to.add_argument("--systems", type=_systems, default=default)
+    to.add_argument("--json", help="write the results to this file")
+
+
+def _systems(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         try:
@@ -171,15 +176,7 @@ def main() -> None:
     if is_rank():
         rank_main(given)
         return
-    out = Path(given.json or "step.json")
-    launch(
-        "benchmarks.step",
-        [*arguments, *([] if given.json else ["--json", str(out)])],
-        given.hosts,
-        given.ranks_per_host,
-        given.rate,
-    )
-    report = json.loads(out.read_text())
+    report = reported("benchmarks.step", arguments, given.hosts, given.ranks_per_host, given.rate)
     W = given.hosts * given.ranks_per_host
     result = {
         "ratios": report.pop("ratios"),
@@ -203,10 +200,8 @@ def main() -> None:
     }
     print(table(result))
     if given.json:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {out}")
-    else:
-        out.unlink()
+        Path(given.json).write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {given.json}")
 
 
 def table(result: dict[str, Any]) -> str:

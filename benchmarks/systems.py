@@ -50,9 +50,8 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 
 def _fxshard(model: nn.Module, setting: Setting, *, reduce: str | None = None, **options: Any) -> nn.Module:
-    precision = fxshard.MixedPrecision(param=BF16, reduce=torch.float32) if setting.bf16 else None
-    if reduce is not None:
-        precision = fxshard.MixedPrecision(param=BF16 if setting.bf16 else None, reduce=DTYPES[reduce])
+    wire = DTYPES[reduce or "fp32"] if reduce or setting.bf16 else None
+    precision = fxshard.MixedPrecision(param=BF16 if setting.bf16 else None, reduce=wire)
     return fxshard.compile(model, setting.F, mixed_precision=precision, **options)
 
 

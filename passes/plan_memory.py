@@ -145,11 +145,10 @@ def _lives(schedule: Schedule, phase: Phase) -> list[_Buffer]:
             stored = info(value).kind == "wait" and info(value.args[0]).kind == "store_grad"  # type: ignore[arg-type]
             if stored:
                 end = value  # the rest is on the host
-            if found.kind == "flatten_grads" and flat.F == 1 and schedule.lands(flat):
-                continue
             if found.kind == "flatten_grads":
+                made = 0 if flat.F == 1 and schedule.lands(flat) else flat.grad_bytes
                 # With a collective, the wait: what it read is no longer needed.
-                add(node, value if info(value).kind == "wait" and flat.F > 1 else end, flat.grad_bytes)
+                add(node, value if info(value).kind == "wait" and flat.F > 1 else end, made)
             elif found.kind == "reduce_scatter":
                 add(node, end, sum(reduce_bytes(schedule, flat)))
             else:
